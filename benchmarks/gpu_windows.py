@@ -33,6 +33,10 @@ from odc_mpi.comm.factory import gradient_store_factories, staged, window_transp
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.errors import UserError
+from odc_mpi.probe.device_decision import summarize
+from odc_mpi.probe.device_probe import allocation_error, load_device_report
+from odc_mpi.probe.probe import environment_report
+from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.world import World
 
 #: Minimum bytes of all units together, more than the caches of a GPU (H100: 50 MiB) ...
@@ -43,6 +47,11 @@ MAX_UNITS = 32
 SAMPLE_S = 0.1
 #: ... but it has at most this number of operations.
 MAX_OPERATIONS = 1024
+
+#: Minimum free GPU memory for windows.
+MIN_BYTES = 1 << 20
+#: Reason for omitting windows on GPUs that were not requested.
+SET = "set by --window-device"
 
 COPY = "copy_device"
 _TO_DEVICE, _TO_HOST = "copy_to_device", "copy_to_host"
@@ -252,3 +261,37 @@ def _sample(world: World, variant: Variant, times: int) -> float:
     taken = seconds(variant.operations, times, variant.finish)
     variant.proceed()
     return taken
+
+
+def reduction_objections(world: World, device: Device, window_device: str) -> dict[str, str]:
+    """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
+    kept = load_device_report(world, device)
+    against = judge(kept if kept is not None else environment_report(world), window_device)
+    if len(against) == len(REDUCTIONS):
+        return against
+    troubles = [trouble for trouble in world.gather_objects(allocation_error(device, MIN_BYTES)) if trouble]
+    return dict.fromkeys(REDUCTIONS, troubles[0]) if troubles else against
+
+
+def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
+    """Return the reductions not to measure with windows on devices, each with the reason. Does not communicate."""
+    if window_device == "cpu":
+        return dict.fromkeys(REDUCTIONS, SET)
+    if window_device == "auto":
+        proof = summarize(report)
+        return dict.fromkeys(REDUCTIONS, proof.objection) if proof.objection else dict(proof.reduction_objections)
+    # Requested unconditionally; but the benchmark ends if an operation delivers wrong data.
+    against = {}
+    for kind in report.kinds:
+        for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
+            if any(report.wrong_data("from_device", kind, needed) for needed in (operation, "get")):
+                against[name] = "in odc-mpi doctor it delivered wrong data"
+    return against
+
+
+def left_out(against: dict[str, str]) -> dict[str, str]:
+    """Return the variants that need windows on devices and have none, each with the reason."""
+    reasons = {f"push_device_{name}": reason for name, reason in against.items()}
+    if len(against) == len(REDUCTIONS):
+        reasons = {"fetch_device": next(iter(against.values())), **reasons}
+    return reasons

@@ -135,8 +135,9 @@ def doctor(job: Job, ranks: int) -> int | Skipped:
 
 def bench(job: Job, part: str) -> int | Skipped:
     """Measure; the object is a figure."""
-    ranks, options = (1, ("--steps", 2, "--repeats", 3)) if part == "step" else (2, ())
-    code, output = job.launch(ranks, sys.executable, "benchmarks/gpu.py", "--parts", part, *options)
+    ranks, options = BENCHES[part]
+    script, parts = ("gpu_models.py", ()) if part == "models" else ("gpu.py", ("--parts", part))
+    code, output = job.launch(ranks, sys.executable, f"benchmarks/{script}", *parts, *options)
     _keep_object(job, output)
     return code
 
@@ -149,6 +150,15 @@ def _keep_object(job: Job, output: str) -> bool:
     return bool(found)
 
 
+#: Ranks and options, by part of `benchmarks/gpu.py`; `models` is `benchmarks/gpu_models.py`.
+BENCHES: dict[str, tuple[int, tuple[object, ...]]] = {
+    "bandwidths": (2, ()),
+    "kernels": (2, ()),
+    "step": (1, ("--steps", 2, "--repeats", 3)),
+    "ranks": (2, ("--steps", 2, "--repeats", 2, "--contenders", "host_windows", "device_windows")),
+    "models": (1, ()),
+}
+
 STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     "kernels": lambda job: serial(job, "tests/comm/kernels"),
     "attention": lambda job: serial(job, "tests/models/packed/test_varlen_gpu.py", "tests/training/test_losses_gpu.py"),
@@ -160,7 +170,7 @@ STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     **{f"doctor-ucx-{n}": partial(doctor, ranks=n) for n in RANKS},
     **{f"windows-ucx-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
     "bench-possible": partial(training, ranks=2, chosen="benchmark"),
-    **{f"bench-{part}": partial(bench, part=part) for part in ("bandwidths", "kernels", "step")},
+    **{f"bench-{part}": partial(bench, part=part) for part in BENCHES},
 }
 
 

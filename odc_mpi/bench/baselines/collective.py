@@ -36,7 +36,7 @@ class CollectiveBaseline(Contender):
             self.model.clip_grad_norm_(self._max_norm)
         self._optimizer.step()
         self.model.publish()
-        return loss, minibatch.num_input_tokens
+        return loss.item(), minibatch.num_input_tokens
 
     def close(self) -> None:
         """Free the memory of the model and close the data sets. Collective."""

@@ -9,6 +9,7 @@ FSDP requires all ranks to run the same number of microbatches. A rank with fewe
 minibatch, with zero gradients. Construct a `Gloo` first, because it initializes the process group.
 """
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +40,7 @@ class FSDPBaseline(UnshardedBaseline):
         return model
 
     @override
-    def _run(self, minibatch: Minibatch) -> float:
+    def _run(self, minibatch: Minibatch) -> torch.Tensor:
         # FSDP averages gradients over ranks; the loss needs their sum.
         loss = run_microbatches(self._token_logps, minibatch, minibatch, factor=self._world.size)
         run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)

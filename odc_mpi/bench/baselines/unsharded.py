@@ -34,13 +34,18 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains without communication on all microbatches of `loader`, which no other contender may use."""
+    """Contender that trains without communication on all microbatches of `loader`, which no other contender may use.
 
-    def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
+    `module` is the model to train on `device`, by default that of `build_unsharded_model`.
+    """
+
+    def __init__(
+        self, config: Config, loader: Loader, device: torch.device = HOST, module: nn.Module | None = None
+    ) -> None:
         self._max_norm = config.optim.max_grad_norm
         self._loader = loader
         self._device = device
-        module = build_unsharded_model(config, device)
+        module = module or build_unsharded_model(config, device)
         self._token_logps = TokenLogps(module)
         self._model = self._prepare(module)
         trainable = [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
@@ -56,12 +61,12 @@ class UnshardedBaseline(Contender):
             nn.utils.clip_grad_norm_(optimized, self._max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss, minibatch.num_input_tokens
+        return loss.item(), minibatch.num_input_tokens
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _run(self, minibatch: Minibatch) -> float:
+    def _run(self, minibatch: Minibatch) -> torch.Tensor:
         return run_microbatches(self._token_logps, minibatch, minibatch, device=self._device)
 
 
@@ -71,15 +76,16 @@ def run_microbatches(
     microbatches: Iterable[Microbatch],
     factor: float = 1.0,
     device: torch.device = HOST,
-) -> float:
+) -> torch.Tensor:
     """Run the forward and backward passes of microbatches, and return their contribution to the minibatch's loss.
 
-    Gradients, but not the returned loss, are multiplied by `factor`. If the model is sharded, both passes communicate.
+    The result is a float64 scalar on `device`, which a GPU may not have computed yet. Gradients, but not the result,
+    are multiplied by `factor`. If the model is sharded, both passes communicate.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for microbatch in microbatches:
         moved = microbatch.to(device)
         loss = -token_logps(moved.inputs, moved.logit_positions, moved.targets).logps.sum() / minibatch.num_tokens
         (loss * factor).backward()
-        total += loss.item()
+        total += loss.detach()
     return total

@@ -1,12 +1,15 @@
 """`benchmarks/gpu.py` with host memory in a GPU's place: every part is measured and checked."""
 
 import json
+import sys
 
 import gpu
 import gpu_kernels
+import gpu_memory
+import gpu_step
 import gpu_windows
 import pytest
-from small_training import configure
+from small_training import QWEN2, configure
 from test_device_training import pose_as_device
 
 from odc_mpi.training.settings import dump
@@ -14,19 +17,87 @@ from odc_mpi.training.settings import dump
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
 
 
-def test_every_part_is_measured(world, dataset_path, shared_dir, tmp_path, monkeypatch):
-    device = pose_as_device(monkeypatch, tmp_path)
+@pytest.fixture
+def device(monkeypatch, tmp_path):
     for module in (gpu_windows, gpu_kernels):
         monkeypatch.setattr(module, "UNITS_BYTES", 3 * 4000)
         monkeypatch.setattr(module, "SAMPLE_S", 0.01)
+    return pose_as_device(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def options(world, dataset_path, shared_dir):
     path = shared_dir / "gpu.yaml"
     if world.rank == 0:
         path.write_text(dump(configure(dataset_path, **{"model.param_dtype": "bfloat16"})))
     world.gather_objects(None)
-    options = gpu.Options([4000, 400], repeats=1, steps=1, config=str(path), window_device="cuda")
+    return gpu.Options([4000, 400], repeats=1, steps=1, config=str(path), window_device="cuda")
+
+
+def test_every_part_is_measured(world, device, options):
     result = gpu.measure(world, device, options)
     json.dumps(result, allow_nan=False)
     assert [len(size["variants"]) for size in result["sizes"]] == [10, 10]
     assert len(result["kernels"]) == 2 and list(result["left_out"]) == ["kernels"], "torch's operators alone"
-    assert set(result["step"]["overhead"]) == {"host_windows", "device_windows"}
-    assert max(result["step"]["loss_deviation"].values()) < 1e-3
+    assert set(result["step"]["overhead"]) == {"host_windows", "device_windows", "device_copies"}
+    assert set(result["ranks"]["overhead"]) == {"host_windows", "device_windows", "apart"}
+    for part in (result["step"], result["ranks"]):
+        assert max(part["loss_deviation"].values()) < 1e-3 and not part["left_out"]
+        assert part["mfu"]["plain"] is None
+    # Parameters and gradients are in windows.
+    for part, name in [("step", "device_copies"), ("ranks", "device_windows")]:
+        assert result[part]["peak_bytes"][name] > result[part]["model_numel"] * (2 + 4)
+
+
+def test_what_fails_is_left_out(world, device, options, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(gpu_kernels, "measure_size", fail)
+    trainer = gpu_step.Contenders.trainer
+
+    def trainer_without_copies(self, name, config, alone, **comm):
+        return fail() if name == gpu_step.COPIES else trainer(self, name, config, alone, **comm)
+
+    monkeypatch.setattr(gpu_step.Contenders, "trainer", trainer_without_copies)
+    options = gpu.Options(
+        **{**vars(options), "parts": ("kernels", "step"), "contenders": ("device_copies", "device_windows")}
+    )
+    result = gpu.measure(world, device, options)
+    assert result["left_out"]["kernels"] == "failed: RuntimeError: out of order"
+    assert result["step"]["left_out"] == {"device_copies": "failed: RuntimeError: out of order"}
+    assert set(result["step"]["overhead"]) == {"device_windows"} and gpu_step.failed(result)
+
+
+def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "_find", lambda host_rank: device)
+    monkeypatch.setattr(gpu, "World", lambda **_: world)
+    monkeypatch.setattr(gpu, "run_on_all_ranks", lambda world, work: work() or 0)
+    monkeypatch.setattr(gpu_step, "MODEL", QWEN2)
+    monkeypatch.setattr(gpu_step, "peak_flops", lambda name: 1e9)
+    for name, value in {"LENGTH": 32, "VOCAB_SIZE": 64, "SEQUENCES": 8}.items():
+        monkeypatch.setattr(gpu_step, name, value)
+    words = "--parts step ranks --contenders plain host_windows device_copies --steps 1 --repeats 1"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words.split()])
+    code = gpu.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (code, len(lines) > 1) == (0, world.rank == 0)
+    if lines:
+        assert set(lines[-1]["step"]["overhead"]) == {"host_windows", "device_copies"}
+        assert set(lines[-1]["ranks"]["overhead"]) == {"host_windows", "apart"}
+        step, layers, hidden, vocab = (
+            lines[-1]["step"],
+            *(QWEN2[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size")),
+        )
+        flops = 6 * (step["model_numel"] - vocab * hidden) + 6 * layers * hidden * 32
+        assert step["mfu"]["plain"] == pytest.approx(step["tokens_per_s"]["plain"] * flops / 1e9, rel=0.02)
+        assert "ranks_device_windows" in lines[-1]["left_out"], "the doctor has proved nothing"
+
+
+def test_memory_belongs_to_the_contender_whose_turn_it_is(device):
+    memory = gpu_memory.Memory(device)
+    for name, num_bytes in [("a", 100), ("b", 10), ("a", 1)]:
+        with memory.of(name):
+            device.empty_for_windows(num_bytes)
+    device.empty_for_windows(1000)
+    assert memory.peaks == {"a": 101, "b": 10}
