@@ -137,6 +137,20 @@ class Device:
             destination.copy_(source, non_blocking=True)
         return _record(stream)
 
+    def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Start copying pinned host memory to new device memory. The current stream waits for the copy.
+
+        Do not modify `source` before the returned event has completed.
+        """
+        computing = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.stream(self._h2d_stream):
+            # This memory belongs to the copy stream, so the copy does not wait for kernels that are enqueued already.
+            copy = source.to(self.torch_device, non_blocking=True)
+        event = _record(self._h2d_stream)
+        computing.wait_event(event)
+        copy.record_stream(computing)
+        return copy, event
+
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start adding tensors to a shard, in order. Thread-safe.
 

@@ -6,11 +6,15 @@ import gpu as benchmark
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from small_training import assert_close, configure, expected, run
 
 from odc_mpi import api
+from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
+from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.kernels import native
+from odc_mpi.models.context_parallel_attention import context_parallel_attention
 from odc_mpi.training.settings import dump
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
@@ -68,6 +72,70 @@ def test_prefetching_and_recomputing_change_nothing(world, dataset_path, exact_f
     _, again, repeated = run(configure(dataset_path, **changes), world)
     assert [m["loss"] for m in again] == pytest.approx([m["loss"] for m in metrics], rel=1e-5)
     assert_close(repeated, state)
+
+
+def attend(inputs, upstream, attention):
+    """Output and gradients in fp64 on the host, where they were computed from leaves elsewhere."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    output = attention(*leaves)
+    return [x.detach().cpu().double() for x in (output, *torch.autograd.grad(output, leaves, upstream))]
+
+
+def whole(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("shared", [True, False], ids=["in_place", "gets"])
+@pytest.mark.parametrize("size", [20, 64, 320])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_attention_is_as_exact_as_that_of_whole_sequences(world, exact_fp32, shared, size, dtype):
+    """Relative to fp64, each array by its norm. Rows of 20 are padded; FlashAttention takes no rows of 320."""
+    tokens, heads, groups = 300, 8, 2
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(1, n, tokens, size) for n in (heads, groups, groups, heads)]
+    *inputs, upstream = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    exact = attend([x.double() for x in inputs], upstream.double(), whole)
+    device = find_device("cuda", world.host_rank)
+    *on_device, upstream = (x.to(device.torch_device) for x in (*inputs, upstream))
+    unsplit = attend(on_device, upstream, whole)
+    bounds = [tokens * i // world.size for i in range(world.size + 1)]
+    own = slice(*bounds[world.rank : world.rank + 2])
+    windows = KVWindows(world, KVSizes(1, 2 * groups * size * 4, tokens, tokens), shared=shared, device=device)
+    for number in (1, 2):  # the second one reuses the slots
+        with WindowKVExchange(windows, number, bounds, range(world.size), "a sequence") as exchange:
+            chunk = attend(
+                [x[:, :, own] for x in on_device],
+                upstream[:, :, own],
+                lambda *states, exchange=exchange: context_parallel_attention(*states, None, 0, exchange),
+            )
+        chunks = world.gather_objects(chunk)
+        for name, parts, wanted, other in zip("oqkv", zip(*chunks, strict=True), exact, unsplit, strict=True):
+            distance, bound = ((x - wanted).norm() / wanted.norm() for x in (torch.cat(parts, 2), other))
+            assert distance < max(3 * bound, 1e-6), (name, distance, bound)
+            assert dtype != torch.float32 or distance < 1e-5, (name, distance)
+    windows.close()
+
+
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("changes", [{}, {"comm.zero_copy": "off", "model.gradient_checkpointing": "true"}])
+@pytest.mark.parametrize("param_dtype", TOLERANCES)
+def test_split_sequences_train_as_whole_ones(world, dataset_path, exact_fp32, changes, param_dtype):
+    """Of up to 40 tokens, in chunks of at most 20."""
+    settings = {"run.device": "cuda", "comm.window_device": "cpu", "model.param_dtype": param_dtype} | changes
+    settings |= {"data.balance": "dynamic"}
+    _, metrics, state = run(configure(dataset_path, **settings), world)
+    settings |= {"data.context_parallel": "auto", "data.max_tokens_per_microbatch": 20}
+    dataset, split, parameters = run(configure(dataset_path, **settings), world)
+    assert sum(m["num_cut_sequences"] for m in split) > 0
+    losses, _ = expected(configure(dataset_path), dataset)
+    assert [m["loss"] for m in split] == pytest.approx(losses, rel=TOLERANCES[param_dtype])
+    exact = param_dtype == "float32"
+    tolerance = 1e-5 if exact else TOLERANCES[param_dtype]
+    assert [m["loss"] for m in split] == pytest.approx([m["loss"] for m in metrics], rel=tolerance)
+    for name, wanted in state.items():
+        difference = (parameters[name].float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-3)
+        assert difference < (1e-4 if exact else 0.2), (name, difference)
 
 
 @pytest.fixture
