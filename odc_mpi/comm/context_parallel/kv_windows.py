@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from odc_mpi.comm.buffers import BufferPool, empty_host
+from odc_mpi.comm.buffers import BufferPool, copy_host, empty_host
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.rma import Window, align_up
 from odc_mpi.comm.windows.shared_window import SharedWindow
@@ -90,7 +90,7 @@ class KVWindows:
         # Flags (kind, rank, value) to wait for before a slot is free, by the offset of the slot.
         self._busy_until: dict[int, list[tuple[int, int, int]]] = {}
         self._device = device
-        # If the driver does not pin this memory, CUDA copies through memory of its own, which is slower.
+        # If the driver refuses to pin this memory, for example because another array shares a page, the CPU copies.
         mapped = self._memory.mapped_memory
         self._pinned = mapped if device is not None and device.register(mapped) else None
         self._pool = BufferPool(empty_host if device is None else device.empty_pinned)
@@ -143,12 +143,20 @@ class KVWindows:
         From a GPU, the copy is only started.
         """
         stop = start + tensor.nbytes
-        target = self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape)
+        window = self._memory.tensor[start:stop]
+        is_direct = self._device is None or self._pinned is not None
+        memory = window if is_direct else self._acquire(tensor.nbytes)
+        target = memory.view(tensor.dtype).view(tensor.shape)
         if self._device is None:
             target.copy_(tensor)
+            return stop
+        source = tensor.contiguous()
+        copied = self._device.copy(target, source, self._device.record_event())
+        if is_direct:
+            self._copies.append((copied, source))
         else:
-            source = tensor.contiguous()
-            self._copies.append((self._device.copy(target, source, self._device.record_event()), source))
+            copied.synchronize()
+            copy_host(window, memory)
         return stop
 
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
@@ -165,13 +173,15 @@ class KVWindows:
         if shard is not None:
             data = shard[start : start + sum(sizes)]
         else:
-            data = self._pool.acquire(sum(sizes), torch.uint8)
+            data = self._acquire(sum(sizes))
             with self.world.deadline(what, [rank]):
                 self._memory.get(rank, data.numpy(), start)
                 self._memory.flush()
-            self._pool.release(data)  # not reused while it is referenced
         if self._device is not None:
             source = data
+            if shard is not None and self._pinned is None:
+                source = self._acquire(data.numel())
+                copy_host(source, data)
             data, copied = self._device.upload(source)
             self._copies.append((copied, source))
         parts = zip(data.split(sizes), shapes, template, strict=True)
@@ -231,6 +241,12 @@ class KVWindows:
             with self.world.deadline(f"waiting for the {_FLAG_NAMES[kind]} of {what}", [rank]):
                 wait_until(is_set, self.world.progress.poke)
             self.waited_s += time.perf_counter() - began
+
+    def _acquire(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory, `[num_bytes]` uint8, pinned if there is a GPU, which is reused once unreferenced."""
+        buffer = self._pool.acquire(num_bytes, torch.uint8)
+        self._pool.release(buffer)
+        return buffer
 
     def _finish_copies(self) -> None:
         for event, _ in self._copies:

@@ -26,11 +26,12 @@ def windows(request, world):
     made.close()
 
 
-@pytest.fixture(params=[True, False], ids=["in_place", "gets"])
+@pytest.fixture(params=[(True, True), (False, True), (True, False)], ids=["in_place", "gets", "not_pinned"])
 def late_windows(request, world):
-    device = LateDevice(copy_s=0.002)
-    made = KVWindows(world, KVSizes(LAYERS, TOKEN_BYTES, TOKENS, TOKENS), shared=request.param, device=device)
-    assert device.registered
+    shared, can_register = request.param
+    device = LateDevice(copy_s=0.002, can_register=can_register)
+    made = KVWindows(world, KVSizes(LAYERS, TOKEN_BYTES, TOKENS, TOKENS), shared=shared, device=device)
+    assert bool(device.registered) == can_register
     put, flags = made._flags.put, made._flags
 
     def put_after_copies(*args):
@@ -39,7 +40,9 @@ def late_windows(request, world):
 
     flags.put = put_after_copies
     yield made
-    assert device.copies > LAYERS and not device.unfinished and not made._pool._in_use
+    assert device.copies > LAYERS and not device.unfinished
+    # Only what is in a mapped and pinned window needs no buffer.
+    assert (made._pool.peak_bytes == 0) == (shared and can_register)
     made.close()
     assert not device.registered
 
