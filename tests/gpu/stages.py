@@ -149,12 +149,15 @@ def _keep_object(job: Job, output: str) -> bool:
     return bool(found)
 
 
+#: Tests of training with windows on the host.
+STAGED = "not windows_on_the_gpu and not benchmark and not split"
 STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     "kernels": kernels,
     "memcheck": partial(sanitizer, tool="memcheck"),
     "racecheck": partial(sanitizer, tool="racecheck"),
     **{f"doctor-{n}": partial(doctor, ranks=n) for n in RANKS},
-    **{f"staged-{n}": partial(training, ranks=n, chosen="not windows_on_the_gpu and not benchmark") for n in RANKS},
+    **{f"staged-{n}": partial(training, ranks=n, chosen=STAGED) for n in RANKS},
+    **{f"split-{n}": partial(training, ranks=n, chosen="split") for n in RANKS if n > 1},
     **{f"windows-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
     **{f"doctor-ucx-{n}": partial(doctor, ranks=n) for n in RANKS},
     **{f"windows-ucx-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},

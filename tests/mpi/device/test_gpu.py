@@ -1,6 +1,7 @@
 """Training on a GPU that the ranks share: `make test-gpu`; elsewhere skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
 import os
+from functools import partial
 
 import gpu as benchmark
 import numpy as np
@@ -81,23 +82,19 @@ def attend(inputs, upstream, attention):
     return [x.detach().double() for x in (output, *torch.autograd.grad(output, leaves, upstream))]
 
 
-def whole(query, key, value):
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("shared", [True, False], ids=["in_place", "gets"])
 @pytest.mark.parametrize("size", [20, 64, 320])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_attention_is_as_exact_as_that_of_whole_sequences(world, exact_fp32, shared, size, dtype):
-    """Relative to fp64, each array by its norm. Rows of 20 are padded; FlashAttention takes no rows of 320."""
+def test_split_attention_is_that_of_whole_sequences_in_fp64(world, exact_fp32, shared, size, dtype):
+    """Each array by its norm. Rows of 20 are padded; FlashAttention takes no rows of 320."""
     tokens, heads, groups = 3000, 8, 2
     device = find_device("cuda", world.host_rank)
     generator = torch.Generator().manual_seed(size)
     shapes = [(1, n, tokens, size) for n in (heads, groups, groups, heads)]
     *inputs, upstream = (torch.randn(shape, generator=generator).to(device.torch_device, dtype) for shape in shapes)
+    whole = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     exact = attend([x.double() for x in inputs], upstream.double(), whole)
-    unsplit = attend(inputs, upstream, whole)
     bounds = [tokens * i // world.size for i in range(world.size + 1)]
     own = slice(*bounds[world.rank : world.rank + 2])
     windows = KVWindows(world, KVSizes(1, 2 * groups * size * 4, tokens, tokens), shared=shared, device=device)
@@ -109,11 +106,9 @@ def test_split_attention_is_as_exact_as_that_of_whole_sequences(world, exact_fp3
                 upstream[:, :, own],
                 lambda *states, exchange=exchange: context_parallel_attention(*states, None, 0, exchange),
             )
-        for name, part, *others in zip("oqkv", chunk, exact, unsplit, strict=True):
-            wanted, other = (x[:, :, own] for x in others)
-            distance, bound = ((x - wanted).norm() / wanted.norm() for x in (part, other))
-            assert distance < max(3 * bound, 1e-6), (name, distance, bound)
-            assert dtype != torch.float32 or distance < 1e-5, (name, distance)
+        for name, part, wanted in zip("oqkv", chunk, exact, strict=True):
+            distance = (part - wanted[:, :, own]).norm() / wanted[:, :, own].norm()
+            assert distance < (1e-5 if dtype == torch.float32 else 2e-2), (name, number, distance)
     windows.close()
 
 
