@@ -8,6 +8,8 @@
     push_host_NAME         the unit's gradient to its owners' hosts, for each reduction
     fetch_device, push_device_NAME
                            the same with windows on the GPUs
+    fetch_mapped, push_mapped_mailbox
+                           the same with windows on the GPUs that the ranks of a node map
 
 Operations run one after another, as in training, through the same transports. A fetch ends when the unit is on the GPU,
 a sequence of pushes when the gradients are complete, a sequence of copies with the event after the last: no operation
@@ -29,6 +31,7 @@ from odc_mpi.bench.transport import REDUCTIONS, Variant, check, fetches, pushes,
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import gradient_store_factories, staged, window_transport
 from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 
@@ -83,6 +86,10 @@ class DeviceUnits:
             host = window_transport(world, zero_copy=in_place, reduction=reduction)
             self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
         on_device = gradient_store_factories(device=device)
+        if mapping_error(world, device) is None:
+            mapped = gradient_store_factories(device=device, mapped=True)["mailbox"]
+            transport = window_transport(world, device=device, mapped=True, reduction=mapped)
+            self._add(transport, "fetch_mapped", "mapped", "mailbox")
         for name in reductions:
             self._add(window_transport(world, device=device, reduction=on_device[name]), "fetch_device", "device", name)
 
@@ -135,11 +142,14 @@ class DeviceUnits:
         for i in range(self.num_units):
             transport.parameters.shard(i)[: self._owned].fill_(self._world.rank + 1.0)
         transport.publish_parameters()
-        self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
+        self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units, finish=self._finish))
         push = f"push_{place}_{reduction}"
         self.variants[push] = self._push(transport)
         if place == "host":
             self.links |= {fetch: _TO_DEVICE, push: _TO_HOST}
+
+    def _finish(self) -> None:
+        self._device.record_event().synchronize()
 
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
@@ -151,7 +161,7 @@ class DeviceUnits:
             gradient.fill_(1.0)
 
         def push(i: int) -> None:
-            transport.gradients.record_event(gradients[i])
+            transport.gradients.prepare_push(gradients[i])
             transport.gradients.push(i, gradients[i]).wait()
 
         return pushes(transport, self.num_units, push, self._owned)

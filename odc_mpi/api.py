@@ -19,6 +19,7 @@ from odc_mpi.comm.factory import (
 )
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.errors import UserError, warn
 from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
@@ -199,9 +200,13 @@ def decide_for(
     # An operation may crash, so it is only tried if a choice depends on the result.
     report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
+    maps_devices = False
     if computing is not None and window_device != "cpu":
+        maps_devices = (world.size > 1 or zero_copy == "off") and mapping_error(world, computing) is None
         report = _with_device_report(report, world, computing)
-    decision = world.run_on_all(lambda: decide(report, settings, on_device=computing is not None))
+    decision = world.run_on_all(
+        lambda: decide(report, settings, on_device=computing is not None, maps_devices=maps_devices)
+    )
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision
 
@@ -326,14 +331,17 @@ def _transport(
             raise UserError("device: expected cpu with collectives, got cuda: set device to cpu")
         return collective_transport(world, param_dtype, reduce_dtype)
     window_device = device if decision.windows_on_device else None
+    mailbox_bytes = decision.settings.mailbox_bytes
+    stores = gradient_store_factories(mailbox_bytes, window_device, mapped=decision.maps_devices)
     transport = window_transport(
         world,
         param_dtype,
         reduce_dtype,
         device=window_device,
+        mapped=decision.maps_devices,
         zero_copy=zero_copy,
         node_cache=node_cache,
-        reduction=gradient_store_factories(decision.settings.mailbox_bytes, window_device)[decision.reduction.value],
+        reduction=stores[decision.reduction.value],
         progress=decision.progress.value == "thread",
         islands=islands,
     )

@@ -20,11 +20,12 @@ from odc_mpi.comm.group import WorldGroup
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
-from odc_mpi.comm.reduce.device_slots import DeviceSlots
+from odc_mpi.comm.reduce.device_slots import DeviceSlots, MappedDeviceSlots
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore, SlotsFactory
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
+from odc_mpi.comm.windows.mapped_device_window import mapped_device_windows
 from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, HOST_WINDOW
@@ -37,20 +38,21 @@ GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 
 
 def gradient_store_factories(
-    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
+    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None, *, mapped: bool = False
 ) -> Mapping[str, GradientStoreFactory]:
     """Return a gradient store factory for each value of the setting `comm.reduction` except "auto".
 
     Args:
         mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used only by "mailbox".
-        device: Device in whose memory the MPI windows are allocated. None means host memory.
+        device: Device in whose memory the windows are allocated. None means host memory.
+        mapped: True if the ranks of a node map the memory of the devices. Then only "mailbox" is available.
     """
     kind = HOST_WINDOW if device is None else device_windows(device)
-    slots: SlotsFactory = HostSlots if device is None else partial(DeviceSlots, device=device)
-    return {
-        "accumulate": partial(AccumulateGradientStore, kind=kind),
-        "mailbox": partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots),
-    }
+    slots: SlotsFactory = HostSlots
+    if device is not None:
+        slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
+    mailbox = partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots)
+    return {"mailbox": mailbox} | ({} if mapped else {"accumulate": partial(AccumulateGradientStore, kind=kind)})
 
 
 def window_transport(
@@ -59,6 +61,7 @@ def window_transport(
     reduce_dtype: torch.dtype = torch.float32,
     *,
     device: Device | None = None,
+    mapped: bool = False,
     zero_copy: bool = True,
     node_cache: bool = False,
     reduction: GradientStoreFactory = AccumulateGradientStore,
@@ -69,6 +72,7 @@ def window_transport(
 
     Args:
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
+        mapped: True if the ranks are on one node, and map the memory of each other's devices.
         zero_copy: If True, ranks on the same node map each other's parameter shards into their address spaces and read
             them directly. Ignored if `device` is not None.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
@@ -95,7 +99,8 @@ def window_transport(
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = WorldGroup(world, progress=progress)
-    on_device = DeviceParameters(world, param_dtype, device)
+    kind = mapped_device_windows(device) if mapped else device_windows(device)
+    on_device = DeviceParameters(world, param_dtype, device, kind)
     return Transport(
         group,
         on_device,
@@ -133,6 +138,7 @@ def staged(inner: Transport, device: Device) -> Transport:
     Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated. Do
     not use it directly afterwards.
     """
+    assert isinstance(inner.parameters, WindowParameters | NodeCache)
     pinned = PinnedMemory(inner.storages, device)
     return replace(
         inner,

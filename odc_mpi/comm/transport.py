@@ -13,12 +13,12 @@ synchronization points:
 
 Within a minibatch, ranks communicate only through fetches and pushes. `comm.factory` builds these transports:
 
-    transport    shards are in             model is on   access         pushes_to_peers   threads   one_sided
-    window       windows on the host       host          any            yes               yes       yes
-    staged       windows on the host       device        COPY           yes               yes       yes
-    device       windows on the device     device        COPY           yes               yes       yes
-    single_rank  memory of the device      device        KEEP           no                no        yes
-    collective   private memory            host          COPY           yes               no        no
+    transport    shards are in             model is on   access         is_local   threads   one_sided
+    window       windows on the host       host          any            no         yes       yes
+    staged       windows on the host       device        COPY           no         yes       yes
+    device       windows on the device     device        COPY           no         yes       yes
+    single_rank  memory of the device      device        KEEP           yes        no        yes
+    collective   private memory            host          COPY           no         no        no
 
 When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
 supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
@@ -151,6 +151,11 @@ class ParameterStore(ABC):
         """Return the dtype of array `index`."""
         return self.layouts[index].dtype or self.dtype
 
+    @property
+    def enqueues_only(self) -> bool:
+        """True if `start_fetch` only enqueues copies of a device and thus needs no thread. Valid after allocation."""
+        return False
+
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's shard of array `index`, `[shard_numel]` of `dtype_of(index)`.
@@ -162,7 +167,8 @@ class ParameterStore(ABC):
         """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
         Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
-        `wait` of the returned handle has returned.
+        `wait` of the returned handle has returned. On a GPU, fetches in flight are complete after
+        `Transport.complete_gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
@@ -206,8 +212,8 @@ class ParameterStore(ABC):
 class GradientStore(ABC):
     """Store that holds this rank's gradient shards and pushes gradients to the shards of all ranks."""
 
-    #: False if a push only adds locally (one rank on a GPU), so that accumulating gradients beforehand saves nothing.
-    pushes_to_peers: bool = True
+    #: True if this rank owns all elements (one rank on a GPU), so that gradients can be added to `shard` directly.
+    is_local: bool = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -223,7 +229,7 @@ class GradientStore(ABC):
         Args:
             index: Index of a trainable array.
             gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
-                `record_event(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
+                `prepare_push(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
             start: Index of the first of these elements in the array.
         """
 
@@ -231,10 +237,11 @@ class GradientStore(ABC):
         """Return an uninitialized buffer for gradients, `[num_bytes]` uint8, on the model's device."""
         return empty_host(num_bytes)
 
-    def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream. The next `push` of `gradient` waits for the event.
+    def prepare_push(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no preparation
+        """Prepare the next `push` of `gradient`, which may then run on another thread.
 
-        Call this method on the computing thread after enqueuing the kernels that compute `gradient`.
+        Call this method on the computing thread after enqueuing the kernels that compute `gradient` on the current
+        stream. On a device, it records an event there, or starts to copy the gradient to the host.
         """
 
 

@@ -10,12 +10,14 @@ class Work:
     """Handle for a fetch or push in flight.
 
     Args:
-        operation: Function that completes the fetch or push. Until it returns, the handle keeps a reference to it and
-            thus to its buffers. None means that the fetch or push is already complete.
+        operation: Function that completes this rank's part of the operation, on any thread. If a device is then still
+            copying, the function returns the event of the copy, otherwise None. Until it returns, the handle keeps a
+            reference to it and thus to its buffers. None means that the fetch or push is already complete.
     """
 
-    def __init__(self, operation: Callable[[], object] | None = None) -> None:
+    def __init__(self, operation: Callable[[], torch.cuda.Event | None] | None = None) -> None:
         self._operation = operation
+        self._event: torch.cuda.Event | None = None
 
     @property
     def is_done(self) -> bool:
@@ -25,11 +27,19 @@ class Work:
     def wait(self) -> None:
         """Wait until this rank's part of the operation is complete and its buffers may be used.
 
-        Further calls do nothing, but if the operation raised an exception, the next call retries it.
+        On a GPU, only kernels that are later enqueued on the current stream may use the buffers: the stream waits for
+        copies in flight, not the caller. Further calls do nothing, but if the operation raised an exception, the next
+        call retries it.
         """
+        if (event := self.complete()) is not None:
+            event.wait()
+
+    def complete(self) -> torch.cuda.Event | None:
+        """Do as `wait`, but return the event of a copy in flight instead of making the current stream wait for it."""
         if self._operation is not None:
-            self._operation()
+            self._event = self._operation()
             self._operation = None
+        return self._event
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Microbatches: the data of one forward and backward pass, as tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -42,17 +42,21 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host."""
+        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host.
+
+        The copies are asynchronous on a GPU: later kernels on the current stream wait for them.
+        """
         if device.type == "cpu":
             return self
+
+        def move(value: Any) -> Any:
+            # From pageable memory, a copy would wait until the GPU has run all earlier kernels.
+            return value.pin_memory().to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
-        moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) and name not in bounds else value
-            for name, value in self.inputs.items()
-        }
-        return replace(
-            self, inputs=moved, logit_positions=self.logit_positions.to(device), targets=self.targets.to(device)
-        )
+        inputs = {name: value if name in bounds else move(value) for name, value in self.inputs.items()}
+        moved = {field.name: move(getattr(self, field.name)) for field in fields(self) if field.name != "inputs"}
+        return replace(self, inputs=inputs, **moved)
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:

@@ -56,6 +56,7 @@ class MicrobatchResult(NamedTuple):
 
     Attributes:
         loss: Contribution of the microbatch to the loss of the minibatch.
+        statistics: Further values that the objective has computed for the microbatch.
         began: Start time in seconds, as returned by `time.perf_counter`.
         ended: End time in seconds, as returned by `time.perf_counter`.
         busy_s: Duration in seconds, including fetches and pushes, but not waits for slower ranks.
@@ -63,6 +64,7 @@ class MicrobatchResult(NamedTuple):
 
     microbatch: "Microbatch"
     loss: float
+    statistics: Sequence[float]
     began: float
     ended: float
     busy_s: float
@@ -94,7 +96,10 @@ class Callback:
         """Prepare for a step. Called before the first microbatch."""
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Process the result of a microbatch. Called on the rank that ran the microbatch."""
+        """Process the result of a microbatch. Called on the rank that ran the microbatch.
+
+        On a GPU, this is called for all microbatches of a minibatch after the last one, in their order.
+        """
 
     def local_values(self) -> Sequence[float]:
         """Return this rank's values, one for each of `gathered_names`. The loop gathers the values of all ranks."""

@@ -5,8 +5,9 @@
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
     progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
                     Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
-    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all necessary operations successfully,
-                    or if there is only one rank; otherwise the host, with copies through pinned memory
+    window_device   for a model on a GPU: the GPU if the ranks are on one node and can map the memory of each other's
+                    GPUs, or if `odc-mpi doctor` has tested all necessary operations successfully; otherwise the host,
+                    with copies through pinned memory
 
 A setting other than `auto` takes precedence. Every choice comes with a reason, which may include a measured value.
 """
@@ -112,6 +113,11 @@ class Decision:
         return "collective" if self.window.value == "none" else "window"
 
     @property
+    def maps_devices(self) -> bool:
+        """True if the windows are in device memory that all ranks map, so that MPI does not access them."""
+        return self.window.value == "map"
+
+    @property
     def windows_on_device(self) -> bool:
         """True if the windows are in device memory."""
         return self.window_device is not None and self.window_device.value == "cuda"
@@ -141,13 +147,20 @@ def _format_urgent(reason: str) -> str:
     return f" ({reason})" if "warning" in reason or RUN_DOCTOR in reason else ""
 
 
-def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_device: bool = False) -> Decision:
+def decide(
+    report: ProbeReport,
+    settings: CommSettings = CommSettings(),
+    *,
+    on_device: bool = False,
+    maps_devices: bool = False,
+) -> Decision:
     """Decide how ranks communicate.
 
     Args:
         report: Report of a probe. Operations for which it has no result are avoided where possible.
         settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
         on_device: True if the model computes on a device.
+        maps_devices: True if all ranks can map the memory of each other's devices.
 
     Raises:
         UserError: `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is "thread"
@@ -155,6 +168,9 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
+    has_copies = bool(report.kinds) or settings.zero_copy != "auto"
+    if maps_devices and has_copies and settings.window_device != "cpu" and settings.reduction != "accumulate":
+        return _decide_mapped(report, settings)
     findings = summarize(report)
     window_device = _window_device(report, findings, settings) if on_device else None
     if window_device is not None and window_device.value == "cuda":
@@ -171,12 +187,22 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     return Decision(window, zero_copy, reduction, progress, window_device, settings)
 
 
+def _decide_mapped(report: ProbeReport, settings: CommSettings) -> Decision:
+    window = Choice("map", "each rank maps the memory of the other ranks' GPUs (CUDA IPC)")
+    device = Choice("cuda", window.reason if settings.window_device == "auto" else "set by comm.window_device")
+    zero_copy = Choice("off", "memory of another GPU is copied before it is used")
+    reduction = Choice("mailbox", "a rank copies gradients into the memory of the owner's GPU")
+    peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
+    progress = _progress(report, peers, settings.progress, reduction.value)
+    return Decision(window, zero_copy, reduction, progress, device, settings)
+
+
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
     """Raise `UserError` if an operation that the decision uses delivered wrong or stale data in the probe.
 
     `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
-    origin = ("from_device",) if decision.windows_on_device else ()
+    origin = ("from_device",) if decision.windows_on_device and not decision.maps_devices else ()
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
     for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.value == "mailbox" else "accumulate"):

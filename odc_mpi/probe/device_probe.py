@@ -1,7 +1,8 @@
 """Trials of windows on devices, needed because MPI libraries do not reliably report whether they support them.
 
 All ranks create a window. For each kind of peer (on the same node, on another node), one pair of ranks tries Get, Put
-and Accumulate, with device memory and with host memory at the origin. Then every rank accumulates into its own window.
+and Accumulate, with device memory and with host memory at the origin. With device memory, each of them is also tested
+for stale reads (`probe.trial`). Then every rank accumulates into its own window.
 
 Because an unsupported operation may crash the process or never return, these trials run only in child processes of
 `odc-mpi doctor`, which caches the results. Training runs only read the cache.
@@ -140,6 +141,10 @@ class DeviceBuffer(Buffer):
     def read(self, num_bytes: int) -> np.ndarray:
         return self.tensor[:num_bytes].cpu().numpy().copy()
 
+    @override
+    def contains(self, value: int, num_bytes: int) -> bool:
+        return bool((self.tensor[:num_bytes] == value).all())
+
 
 def _try_pairs(
     world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
@@ -150,7 +155,8 @@ def _try_pairs(
 
     origins: dict[str, Callable[[np.ndarray], Buffer]]
     origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": Buffer}
-    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], allocate, origins)
+    staleness_tests = [(name, origin) for name, origin in DEVICE_OPERATIONS if origin == "from_device"]
+    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], allocate, origins, staleness_tests)
     for name, origin in DEVICE_OPERATIONS:
         for kind in pairs:
             on_message(report, f"{origin}.{kind}.{name}")

@@ -162,8 +162,10 @@ def _device_properties(device: DeviceWindows) -> Table:
 
 def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
     """Return a table of `operations`, pairs of a name and a field of `report.device`, or "" for windows on the host."""
-    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("target idle", "target busy", "GB/s"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in headings:
+        table.add_column(column, no_wrap=True)
+    for column in ("target idle", "target busy", "GB/s", "fresh reads"):
         table.add_column(column, justify="right")
     table.add_column("one-sided")
     for kind in report.kinds:
@@ -176,7 +178,8 @@ def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequen
 
 
 def _cells(operation: OperationResult, problem: Problem | None) -> tuple[str, ...]:
+    fresh = "" if operation.num_fresh_reads is None else f"{operation.num_fresh_reads:,}"
     if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
-        return "", "", "", problem.what if problem else "not tried"
+        return "", "", "", fresh, problem.what if problem else "not tried"
     idle, busy = format_seconds(operation.idle_s), format_seconds(operation.busy_s)
-    return idle, busy, f"{operation.gb_per_s:.2g}", _ONE_SIDED[operation.one_sided]
+    return idle, busy, f"{operation.gb_per_s:.2g}", fresh, _ONE_SIDED[operation.one_sided]

@@ -41,6 +41,10 @@ class Buffer:
         """Return the first `num_bytes` bytes as an array in host memory."""
         return np.asarray(self.memory)[:num_bytes]
 
+    def contains(self, value: int, num_bytes: int) -> bool:
+        """Return True if each of the first `num_bytes` bytes equals `value`. A device compares its own memory."""
+        return bool((self.read(num_bytes) == value).all())
+
 
 class ProbeLink:
     """Buffers of an origin, and the expected content of one target's window.
@@ -115,13 +119,25 @@ class Get(TrialOperation):
         return self._has_received()
 
 
-class Put(TrialOperation):
-    """Put operation, which overwrites the target's window with its initial numbers in a different order."""
+class Write(TrialOperation):
+    """Operation that writes the values of a buffer at the origin to the target's window, or adds them to it."""
+
+    def write(self, source: Buffer, num_bytes: int) -> None:
+        """Write or add the first `num_bytes` bytes of `source`, and wait until they are complete. One-sided."""
+        raise NotImplementedError
 
     def _run(self, num_bytes: int) -> None:
-        link = self.link
-        link.win.Put([link.sent.memory[:num_bytes], MPI.BYTE], link.target, (0, num_bytes, MPI.BYTE))
-        link.win.Flush(link.target)
+        self.write(self.link.sent, num_bytes)
+
+
+class Put(Write):
+    """Put operation, which overwrites the target's window with its initial numbers in a different order."""
+
+    @override
+    def write(self, source: Buffer, num_bytes: int) -> None:
+        win, target = self.link.win, self.link.target
+        win.Put([source.memory[:num_bytes], MPI.BYTE], target, (0, num_bytes, MPI.BYTE))
+        win.Flush(target)
 
     @override
     def is_correct(self) -> bool:
@@ -129,17 +145,18 @@ class Put(TrialOperation):
         return super().is_correct()
 
 
-class Accumulate(TrialOperation):
+class Accumulate(Write):
     """Accumulate operation on integer-valued float32 numbers that are small enough for every sum to be exact."""
 
     def __init__(self, link: ProbeLink) -> None:
         super().__init__(link)
         self._runs: dict[int, int] = {}
 
-    def _run(self, num_bytes: int) -> None:
-        link, location = self.link, (0, num_bytes // 4, MPI.FLOAT)
-        link.win.Accumulate([link.sent.memory[:num_bytes], MPI.FLOAT], link.target, location, MPI.SUM)
-        link.win.Flush(link.target)
+    @override
+    def write(self, source: Buffer, num_bytes: int) -> None:
+        win, target = self.link.win, self.link.target
+        win.Accumulate([source.memory[:num_bytes], MPI.FLOAT], target, (0, num_bytes // 4, MPI.FLOAT), MPI.SUM)
+        win.Flush(target)
 
     def _update_expected(self, num_bytes: int) -> None:
         self._runs[num_bytes] = self._runs.get(num_bytes, 0) + 1

@@ -40,12 +40,15 @@ class OperationResult:
         busy_s: Median time of a small operation while the target computes without entering MPI, in seconds.
         gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that could
             be tried within the time limit.
+        num_fresh_reads: Number of reads that returned a new value after it had been announced, or None if the operation
+            was not tested for stale reads.
     """
 
     one_sided: bool | None = None
     idle_s: float | None = None
     busy_s: float | None = None
     gb_per_s: float | None = None
+    num_fresh_reads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Cause(Enum):
     """Cause of a problem. Each value is the beginning of the text that describes the problem."""
 
     WRONG = "received data differs from what was sent"
-    STALE = "a read returned an old value after the owner had announced a new one"
+    STALE = "a read returned an old value after a new one had been announced"
     INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
     NO_ANSWER = "no answer within"
     OTHER = ""

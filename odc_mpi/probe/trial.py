@@ -1,11 +1,13 @@
 """Trial of a one-sided operation by a pair of ranks.
 
-    commands   messages from the origin to the target: compute for a given time, wait, write a value, or stop
+    commands   messages from the origin to the target: compute for a given time, wait, write or check a value, or stop
     idle       small operations while the target waits inside MPI for the next command
     busy       small operations while the target computes and does not enter MPI
     bandwidth  large operations while the target waits inside MPI
-    staleness  only for Get: the target writes a value with store instructions, or with a kernel on a device, and sends
-               a message; the origin reads the value as soon as it has received the message
+    staleness  for Get, the target writes a value with store instructions, or with a kernel on a device, and sends a
+               message; the origin reads the value as soon as it has received the message. For Put and Accumulate on a
+               device, the origin writes a value, flushes and sends a message; the target reads the value with a kernel
+               as soon as it has received the message, and clears it with another one before it replies
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
 Only the origin's clock is used. The target receives the next command only after it has computed for the given time. The
@@ -16,7 +18,7 @@ target kept computing for at least half of the given time after the last measure
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,6 +102,9 @@ class Trials:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
         origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
+        staleness_tests: Operations that are tested for staleness, as pairs of a name and a kind of memory at the
+            origin. By default not Put on the host: with libfabric's tcp provider it may be late, and mailboxes detect
+            that themselves.
     """
 
     def __init__(
@@ -110,8 +115,10 @@ class Trials:
         max_bytes: int,
         allocate: Allocate = allocate,
         origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.Buffer},
+        staleness_tests: Collection[tuple[str, str]] = (("get", HOST),),
     ) -> None:
         self._world, self._pairs, self._budget, self._max_bytes = world, pairs, budget, max_bytes
+        self._staleness_tests = staleness_tests
         num_bytes = max_bytes + operations.COUNTER_BYTES
         is_target = world.rank in [target for _, target in pairs.values()]
         with world.collective("allocating the window of a probe"):
@@ -140,20 +147,25 @@ class Trials:
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
-        numbers = np.full(7, np.nan)
+        numbers = np.zeros(8)
         with self._world.deadline(what):
             if self._world.rank == origin:
-                numbers[:] = self._measure(operations.OPERATIONS_BY_NAME[name](self._links[kind, memory]), target)
+                operation = operations.OPERATIONS_BY_NAME[name](self._links[kind, memory])
+                numbers[:6] = self._measure(operation, target)
+                if (name, memory) in self._staleness_tests:
+                    numbers[6:] = self._read_new_values(operation, target)
+                self._send_command(target, stop=True)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
         self._world.wait_collective(self._comm.Ibcast(numbers, root=origin), what)
-        idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, is_current = numbers.tolist()
-        if not (is_correct and is_current):
-            return OperationResult(), Cause.STALE if is_correct else Cause.WRONG
+        idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, reads, fresh_reads = numbers.tolist()
+        num_fresh_reads = int(fresh_reads) if reads else None
+        if not is_correct or fresh_reads < reads:
+            return OperationResult(num_fresh_reads=num_fresh_reads), Cause.STALE if is_correct else Cause.WRONG
         if not is_valid:
-            return OperationResult(None, idle_s, busy_s, gb_per_s), Cause.INCONCLUSIVE
-        return OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s), None
+            return OperationResult(None, idle_s, busy_s, gb_per_s, num_fresh_reads), Cause.INCONCLUSIVE
+        return OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s, num_fresh_reads), None
 
     def close(self) -> None:
         """Free the windows and the communicator of the trials. Collective."""
@@ -165,15 +177,12 @@ class Trials:
             self._comm.Free()
 
     def _measure(self, operation: operations.TrialOperation, target: int) -> tuple[float, ...]:
-        """Run the trial on the origin. Return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, is_current."""
+        """Run the operation on the origin. Return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct."""
         operation.run(operation.small_bytes)  # opens connections and faults in pages
         idle_s = _median(lambda: operation.run(operation.small_bytes), self._budget.idle_s)
         busy_s, one_sided, is_valid = self._while_busy(operation, target, idle_s)
         gb_per_s = self._bandwidth(operation) if operation.grows else operation.small_bytes / idle_s / 1e9
-        is_correct = operation.is_correct()
-        is_current = not isinstance(operation, operations.Get) or self._reads_are_current(operation.link, target)
-        self._send_command(target, stop=True)
-        return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, is_current
+        return idle_s, busy_s, gb_per_s, one_sided, is_valid, operation.is_correct()
 
     def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
         """Measure small operations while the target computes.
@@ -211,47 +220,64 @@ class Trials:
             next_s = min(times) * (LARGE_BYTES[1] // LARGE_BYTES[0])
         return gb_per_s
 
-    def _reads_are_current(self, link: operations.ProbeLink, target: int) -> bool:
-        """Return True if no read returned an old value after the target had announced a new one.
+    def _read_new_values(self, operation: operations.TrialOperation, target: int) -> tuple[int, int]:
+        """Return the number of reads that followed an announcement, and how many of them returned the new value.
 
-        MPI may deliver the announcement before the value can be read, although the value was written first.
+        MPI may deliver the announcement before the value can be read, although the value was written first. For Put and
+        Accumulate, a value replaces zeros. As float32 numbers, all of the values are normal, so the sums are exact.
         """
-        announced, is_current, end = np.empty(4), True, time.perf_counter() + self._budget.staleness_s
-        for number in range(self._budget.num_staleness_reads):
-            num_bytes, value = STALENESS_BYTES[number % len(STALENESS_BYTES)], number % 251 + 1
-            command = np.array([0.0, False, num_bytes, value])
-            self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
-            self._world.wait(self._comm.Irecv(announced, target), "waiting for a value of a probe")
-            self._win.Sync()
-            link.get(num_bytes)
-            is_current = is_current and bool((link.received.read(num_bytes) == value).all())
-            link.expected[:num_bytes] = value
-            if time.perf_counter() > end:
-                break
-        return is_current
+        link, num_reads, num_fresh = operation.link, 0, 0
+        end = time.perf_counter() + self._budget.staleness_s
+        self._exchange_value(target, STALENESS_BYTES[-1], 0, check=False)
+        while num_reads < self._budget.num_staleness_reads and time.perf_counter() < end:
+            num_bytes, value = STALENESS_BYTES[num_reads % len(STALENESS_BYTES)], num_reads % 251 + 1
+            if isinstance(operation, operations.Write):
+                link.received.fill(value, num_bytes)
+                operation.write(link.received, num_bytes)
+                num_fresh += self._exchange_value(target, num_bytes, value, check=True)
+            else:
+                self._exchange_value(target, num_bytes, value, check=False)
+                link.get(num_bytes)
+                num_fresh += link.received.contains(value, num_bytes)
+            num_reads += 1
+        link.get(STALENESS_BYTES[-1])
+        link.expected[: STALENESS_BYTES[-1]] = link.received.read(STALENESS_BYTES[-1])
+        return num_reads, num_fresh
+
+    def _exchange_value(self, target: int, num_bytes: int, value: int, *, check: bool) -> bool:
+        """Command the target to write a value, or to check and clear it, and return the result of its check."""
+        command = np.array([0.0, False, num_bytes, value, check])
+        self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
+        self._world.wait(self._comm.Irecv(command, target), "waiting for a value of a probe")
+        self._win.Sync()
+        return bool(command[4])
 
     def _start_busy(self, target: int, busy_s: float) -> None:
         """Command the target to compute, and wait until it has probably received the command and left MPI."""
         end = time.perf_counter() + busy_s / 5
         # Not a synchronous send: with MPICH over TCP, it would only complete when the target is back in MPI.
-        self._world.wait(self._comm.Isend(np.array([busy_s, False, 0, 0]), target), "sending a command of a probe")
+        command = np.array([busy_s, False, 0, 0, False])
+        self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
         while time.perf_counter() < end:
             self._comm.Iprobe(target)  # the message may only be sent while this rank is in MPI
             time.sleep(SLEEP_S)
 
     def _send_command(self, target: int, *, stop: bool) -> None:
         """Command the target to wait, or to stop. Returns when the target has entered MPI and received the command."""
-        self._world.wait(self._comm.Issend(np.array([0.0, stop, 0, 0]), target), "sending a command of a probe")
+        self._world.wait(self._comm.Issend(np.array([0.0, stop, 0, 0, False]), target), "sending a command of a probe")
 
     def _run_target(self, origin: int) -> None:
-        command = np.zeros(4)  # seconds to compute, 1 to stop, number of bytes to write, value of each of them
+        command = np.zeros(5)  # seconds to compute, 1 to stop, number of bytes, value of each of them, 1 to check it
         while not command[1]:
             self._world.wait(self._comm.Irecv(command, origin), "receiving a command of a probe")
-            busy_s, _, num_bytes, value = command.tolist()
+            busy_s, _, num_bytes, value, check = command.tolist()
             if not num_bytes:
                 compute(busy_s)
                 continue
-            self._memory.fill(int(value), int(num_bytes))
+            self._win.Sync()
+            if check:
+                command[4] = self._memory.contains(int(value), int(num_bytes))
+            self._memory.fill(0 if check else int(value), int(num_bytes))
             self._win.Sync()
             self._world.wait(self._comm.Isend(command, origin), "announcing a value of a probe")
 

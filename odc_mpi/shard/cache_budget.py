@@ -81,7 +81,7 @@ class CacheNeeds:
         if parameters.access is Access.COPY and transport.one_sided:
             arrays = [zip(unit.indices, unit.layouts, strict=True) for unit in units if not unit.is_root]
             unit_bytes = [sum(layout.numel * parameters.dtype_of(i).itemsize for i, layout in each) for each in arrays]
-        if gradients.pushes_to_peers and transport.one_sided:
+        if not gradients.is_local and transport.one_sided:
             trainable = [layout for unit in units for layout in unit.layouts if layout.trainable]
             array_bytes = [layout.numel * gradients.dtype.itemsize for layout in trainable]
         smallest = CacheBytes(min(unit_bytes, default=0), min(array_bytes, default=0))

@@ -6,7 +6,8 @@ with a gradient is sent. A push is in flight while the next gradient is computed
 pushes run on a thread, and several of them may be in flight (`num_push_buffers`).
 
 If an array fits into the budget (`shard.cache_budget`), its gradients are accumulated locally, in one pass over each.
-Their sum is pushed once: at the end of the minibatch, or in the last backward pass, as soon as it is complete.
+Their sum is pushed once: at the end of the minibatch, or in the last backward pass, as soon as it is complete. On a
+single rank with a GPU, gradients are accumulated in the shard itself.
 """
 
 from collections import deque
@@ -154,6 +155,9 @@ class GradientPusher:
         """Return the local sum for array `index`, or None if its gradient must be pushed on its own."""
         if index in self._accumulated:
             return self._accumulated[index]
+        if self._store.is_local:
+            self._accumulated[index] = AccumulatedGradient(self._store.shard(index), numel, 0)
+            return self._accumulated[index]
         if self.is_last_backward or not self.cache.fits(numel * self._store.dtype.itemsize):
             return None
         flat = self.buffers.acquire(numel, self._store.dtype)
@@ -165,11 +169,12 @@ class GradientPusher:
         return self._accumulated[index]
 
     def _push_accumulated(self, index: int) -> None:
-        if self._thread is None:
-            self._wait(self._max_in_flight)  # a push in flight may take up additional memory, such as pinned memory
+        self._wait(self._max_in_flight)  # a push in flight may take up additional memory, such as pinned memory
         accumulated = self._accumulated.pop(index)
         flat = accumulated.flat[accumulated.start : accumulated.stop]
         self.gradient_format.note_push(index, flat)
+        if self._store.is_local:
+            return
         self._start_push(index, flat, accumulated.start)
 
     def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
@@ -181,7 +186,7 @@ class GradientPusher:
     def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:
         push = self._store.push
         with self._spans.span("accumulate"):
-            self._store.record_event(flat)
+            self._store.prepare_push(flat)
             pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._in_flight.append((pending, flat, index))
         self._traffic.add_push(index, start, start + flat.numel())

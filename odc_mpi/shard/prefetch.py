@@ -62,7 +62,7 @@ class CommunicationThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Schedule `operation`, a `start_fetch` or `push`, to run to completion on the thread.
+        """Schedule `operation`, a `start_fetch` or `push`, to run on the thread until `Work.complete` has returned.
 
         Do not access the memory of the arguments before `wait` of the returned handle has returned. If the operation
         raises an exception, so does `wait`.
@@ -74,11 +74,11 @@ class CommunicationThread:
         self._executor.shutdown()
 
 
-def _complete(call: list[Any]) -> None:
+def _complete(call: list[Any]) -> torch.cuda.Event | None:
     # Emptied, because the executor drops its reference to `call` only after notifying the waiting thread, and a buffer
     # pool does not reuse a buffer that is still referenced.
     operation, *arguments = call
     call.clear()
     # A buffer allocated in inference mode may be written only in inference mode, where any other buffer may be, too.
     with torch.inference_mode():
-        operation(*arguments).wait()
+        return operation(*arguments).complete()

@@ -21,6 +21,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.microbatch_results import DeviceResults, MicrobatchResults
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.update import Update
 
@@ -53,11 +54,14 @@ class Objective(Callback, ABC):
     Attributes:
         loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
             subclass can set it in `on_gathered`. Its initial value must be an upper bound on all later values.
+        statistics: Values of the last microbatch, `[k]`, on the model's device. They are passed on to
+            `on_microbatch_end` as `MicrobatchResult.statistics`, so that `loss` need not wait for a GPU. Set by `loss`.
     """
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
     summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
     loss_normalizer: float = 1.0
+    statistics: torch.Tensor = torch.empty(0)
 
     @abstractmethod
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
@@ -89,7 +93,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.update = update
         self._source, self.objective = source, objective
         self.callbacks: list[Callback] = [objective, update, source, *callbacks]
-        self._clock = clock
+        self._results = (DeviceResults if model.device.type == "cuda" else MicrobatchResults)(clock)
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:
@@ -146,6 +150,7 @@ class Trainer(AbstractContextManager["Trainer"]):
                 if number == count:
                     self.model.set_is_last_backward()
                 self._run(step, microbatch)
+            self._report(self._results.drain())
             for callback in self.callbacks:
                 gathered.local.update(zip(callback.gathered_names, callback.local_values(), strict=True))
         for callback in self.callbacks:
@@ -153,10 +158,14 @@ class Trainer(AbstractContextManager["Trainer"]):
         return gathered.finite
 
     def _run(self, step: Step, microbatch: Microbatch) -> None:
-        began, busy_s = perf_counter(), self._clock()
+        self._results.begin()
         loss = self.objective.loss(self.model, step.minibatch, microbatch.to(self.model.device))
         loss.backward()
-        value = loss.item()  # before the clock is read: on a GPU this waits for the kernels
-        result = MicrobatchResult(microbatch, value, began, perf_counter(), self._clock() - busy_s)
-        for callback in self.callbacks:
-            callback.on_microbatch_end(result)
+        statistics = self.objective.statistics.detach().to(loss.device, torch.float64)
+        values = torch.cat([loss.detach().double()[None], statistics])
+        self._report(self._results.end(microbatch, values))
+
+    def _report(self, results: Iterable[MicrobatchResult]) -> None:
+        for result in results:
+            for callback in self.callbacks:
+                callback.on_microbatch_end(result)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm.device.device import BufferEvents, _cupy, find_device
+from odc_mpi.comm.device.device import BufferDict, _cupy, find_device
 from odc_mpi.errors import UserError
 
 
@@ -21,7 +21,7 @@ def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
 
 
 def test_an_event_belongs_to_memory_not_to_a_view_of_it():
-    events, device, memory = BufferEvents(), LateDevice(), torch.zeros(8)
+    events, device, memory = BufferDict(), LateDevice(), torch.zeros(8)
     event = device.record_event()
     events.set(memory[2:], event)
     assert len(events) == 1

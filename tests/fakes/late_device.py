@@ -1,9 +1,14 @@
 """A device that is host memory on both sides: everything happens at the very end of the wait, and haste is noticed."""
 
+import mmap
+import os
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import torch
+from mpi4py import MPI
 
 from odc_mpi.comm.kernels.native import add_segments_
 
@@ -17,7 +22,6 @@ class LateDevice:
         copy_s: Seconds that each copy takes, and each addition.
         device_memory: Where memory of the device begins.
         registered: Where host memory begins that it may copy from.
-        unfinished: The copies that nobody has waited for.
     """
 
     torch_device = torch.device("cpu")
@@ -27,12 +31,14 @@ class LateDevice:
         self.can_register = can_register
         self.registered = []
         self.copies = 0
-        self.unfinished = []
         self.additions = 0
         self.copy_s = copy_s
         self.device_memory = set()
         self._kernels = []
-        self._lock = threading.Lock()
+        self._in_flight = {"to device": [], "to host": [], "to peers": []}
+        self._files = {}
+        self._mapped = set()
+        self._lock = threading.RLock()
 
     def set_current(self):
         pass
@@ -46,7 +52,26 @@ class LateDevice:
         return memory
 
     def empty_for_windows(self, num_bytes):
-        return self.empty(num_bytes)
+        """Memory that other processes can map: a file without a name."""
+        file = os.memfd_create("late device")
+        os.ftruncate(file, max(1, num_bytes))
+        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)[:num_bytes].fill_(255)
+        self.device_memory.add(memory.data_ptr())
+        self._files[memory.data_ptr()] = file
+        weakref.finalize(memory.untyped_storage(), os.close, file)
+        return memory
+
+    def export(self, memory):
+        return f"/proc/{os.getpid()}/fd/{self._files[memory.data_ptr()]}".encode()
+
+    def map(self, handle, num_bytes):
+        with Path(handle.decode()).open("r+b") as file:
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)[:num_bytes]
+        self._mapped.add(memory.data_ptr())
+        return memory
+
+    def unmap(self, memory):
+        self._mapped.remove(memory.data_ptr())
 
     def empty_pinned(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
@@ -72,9 +97,35 @@ class LateDevice:
         assert isinstance(wait_for, LateEvent)
         assert destination.shape == source.shape and destination.dtype == source.dtype
         wait_for.synchronize()
+        to_device = destination.untyped_storage().data_ptr() in self.device_memory
+        return self._start_copy("to device" if to_device else "to host", destination, source)
+
+    def copy_to_peer(self, destination, source):
+        assert destination.untyped_storage().data_ptr() in self._mapped
+        return self._start_copy("to peers", destination, source)
+
+    def _start_copy(self, stream, destination, source):
         with self._lock:
             self.copies += 1
-        return LateCopy(self, destination, source)
+            stream = self._in_flight[stream]
+            for earlier in [copy for copy in stream if copy.fills(destination)]:
+                self.complete(stream, earlier)  # copies of a stream are in order
+            stream.append(LateCopy(self, stream, destination, source))
+            return stream[-1]
+
+    @property
+    def unfinished(self):
+        """The copies that nobody has waited for."""
+        return [copy for stream in self._in_flight.values() for copy in stream]
+
+    def finish_fetches(self):
+        self.complete(self._in_flight["to device"])
+
+    def complete(self, stream, last=None):
+        """Complete the copies of a stream in order, up to `last`."""
+        with self._lock:
+            while stream and (last is None or last in stream):
+                stream.pop(0).complete()
 
     def upload(self, source):
         """The computation is not late here: it gets the copy, whose source stays in use until somebody waits."""
@@ -111,26 +162,37 @@ class LateEvent:
 class LateCopy:
     """A copy that is on its way until it is waited for: by then neither side may have been touched."""
 
-    def __init__(self, device, destination, source):
-        self._device, self._destination, self._source = device, destination, source
-        self._before = source.clone()
+    def __init__(self, device, stream, destination, source):
+        self._device, self._stream, self._destination = device, stream, destination
+        # By address, because a copy on a GPU keeps no memory alive either.
+        memory = MPI.memory.fromaddress(source.data_ptr(), max(1, source.nbytes))
+        self._source = torch.frombuffer(memory, dtype=torch.uint8, count=source.nbytes)
+        self._before = self._source.clone()
         self._delivered = False
         destination.view(torch.uint8).fill_(255)
-        device.unfinished.append(self)
 
     def deliver(self):
-        self._destination.copy_(self._source)
+        with torch.inference_mode():  # a thread's views are inference tensors
+            self._destination.view(torch.uint8).copy_(self._source)
         self._delivered = True
+
+    def fills(self, memory):
+        return self._destination.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
     def synchronize(self):
         time.sleep(self._device.copy_s)
-        same = torch.equal(self._source.view(torch.uint8), self._before.view(torch.uint8))
+        self._device.complete(self._stream, self)
+
+    #: A stream that waits uses the target at once, since kernels on the host do not run later.
+    wait = synchronize
+
+    def complete(self):
+        same = torch.equal(self._source, self._before)
         assert same, "the source of a copy was written to before it was done"
-        untouched = self._delivered or bool((self._destination.view(torch.uint8) == 255).all())
-        assert untouched, "the target of a copy was touched meanwhile"
         if not self._delivered:
+            untouched = (self._destination.view(torch.uint8) == 255).all()
+            assert bool(untouched), "the target of a copy was touched meanwhile"
             self.deliver()
-        self._device.unfinished.remove(self)
 
 
 class LateAddition:

@@ -128,7 +128,7 @@ class LateTransport(RecordingTransport):
             fill(index, buffer)
             self.buffers.on_the_way.remove(buffer.untyped_storage().data_ptr())
 
-        return Late(arrive)
+        return Work(arrive)
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         before, send = gradient.clone(), super().accumulate
@@ -139,7 +139,7 @@ class LateTransport(RecordingTransport):
             assert torch.equal(before, gradient) or before.isnan().any(), "written to while it was pushed"
             send(index, gradient, start)
 
-        return Late(arrive)
+        return Work(arrive)
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
         assert not self.buffers.on_the_way, "fetching while gradients are completed"
@@ -154,16 +154,6 @@ class LateTransport(RecordingTransport):
     def free(self, storages: Sequence[ShardStorage]) -> None:
         assert not self.buffers.on_the_way, "fetching from windows that are freed"
         super().free(storages)
-
-
-class Late:
-    """An operation that happens when it is waited for."""
-
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self._arrive = arrive
-
-    def wait(self) -> None:
-        self._arrive()
 
 
 def run_threads(

@@ -24,7 +24,7 @@ def minibatch(*microbatches, pool=()):
 
 def microbatch(kept, num_tokens):
     kept.on_microbatch_end(
-        MicrobatchResult(SimpleNamespace(num_input_tokens=num_tokens), 0.0, kept._began, perf_counter(), 0.0)
+        MicrobatchResult(SimpleNamespace(num_input_tokens=num_tokens), 0.0, (), kept._began, perf_counter(), 0.0)
     )
 
 

@@ -154,6 +154,6 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, types, weights
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         bound = 1e-6 * float(other.grad.abs().max())
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
-    found = dict(zip(objective.gathered_names[1:], objective._last_values.tolist(), strict=True))
+    found = dict(zip(objective.gathered_names[1:], objective.statistics.tolist(), strict=True))
     for name, value in found.items():
         assert value == pytest.approx(trainer._metrics["train"][name][0], rel=1e-5, abs=1e-6), name

@@ -76,7 +76,7 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
         bound = 1e-6 + 1e-5 * float(other.grad.abs().max())
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
     metrics = trainer._metrics["train"]
-    for name, value in zip(STATISTICS, objective._last_values.tolist(), strict=True):
+    for name, value in zip(STATISTICS, objective.statistics.tolist(), strict=True):
         assert value == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-6), name
 
 

@@ -144,19 +144,17 @@ class KVWindows:
         """
         stop = start + tensor.nbytes
         window = self._memory.tensor[start:stop]
-        is_direct = self._device is None or self._pinned is not None
-        memory = window if is_direct else self._acquire(tensor.nbytes)
-        target = memory.view(tensor.dtype).view(tensor.shape)
         if self._device is None:
-            target.copy_(tensor)
+            window.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             return stop
-        source = tensor.contiguous()
-        copied = self._device.copy(target, source, self._device.record_event())
-        if is_direct:
+        source = tensor.contiguous().view(-1).view(torch.uint8)
+        buffer = window if self._pinned is not None else self._acquire(tensor.nbytes)
+        copied = self._device.copy(buffer, source, self._device.record_event())
+        if buffer is window:
             self._copies.append((copied, source))
         else:
             copied.synchronize()
-            copy_host(window, memory)
+            copy_host(window, buffer)
         return stop
 
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:

@@ -15,12 +15,14 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from odc_mpi.comm.kernels.native import Segment, add_segments_
 from odc_mpi.errors import UserError, one_line_message
+
+T = TypeVar("T")
 
 
 class Device:
@@ -34,9 +36,10 @@ class Device:
         self.torch_device = torch.device("cuda", index)
         num_visible = torch.cuda.device_count()
         self.name = f"{torch.cuda.get_device_name(index)} ({num_visible} visible), CUDA {torch.version.cuda}"
-        self._h2d_stream = torch.cuda.Stream(self.torch_device)
-        self._d2h_stream = torch.cuda.Stream(self.torch_device)
-        self._add_stream = torch.cuda.Stream(self.torch_device)
+        # Of high priority, because the next kernels of the computation wait for their copies and additions.
+        self._fetch_stream, self._push_stream, self._add_stream = (
+            torch.cuda.Stream(self.torch_device, priority=-1) for _ in range(3)
+        )
 
     def set_current(self) -> None:
         """Make this device the calling thread's current CUDA device, which MPI uses, too."""
@@ -83,6 +86,38 @@ class Device:
         except cupy.cuda.runtime.CUDARuntimeError:
             torch.cuda.empty_cache()  # the torch allocator may have cached the missing bytes
             return cupy.cuda.Memory(num_bytes)
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Return a handle with which other processes on this node can `map` memory from `empty_for_windows`.
+
+        Raises `UserError` if the driver refuses.
+        """
+        cupy = _cupy()
+        try:
+            handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(memory.data_ptr())
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UserError(f"windows on {self.torch_device}: CUDA cannot export their memory ({error})") from None
+        return handle
+
+    def map(self, handle: bytes, num_bytes: int) -> torch.Tensor:
+        """Map memory of another process on this node, which `export` returned, as `[num_bytes]` uint8.
+
+        The memory may be on another GPU that this one can access. Kernels and copies of this device can use it. Call
+        `unmap` before its owner frees it. Raises `UserError` if the driver refuses.
+        """
+        cupy = _cupy()
+        self.set_current()
+        try:
+            address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UserError(f"windows on {self.torch_device}: CUDA cannot map memory of a peer ({error})") from None
+        memory = cupy.cuda.UnownedMemory(address, num_bytes, None, self.torch_device.index)
+        return torch.from_dlpack(cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
+
+    def unmap(self, memory: torch.Tensor) -> None:
+        """Undo `map`. All copies and kernels that use the memory must have completed."""
+        self.set_current()
+        _cupy().cuda.runtime.ipcCloseMemHandle(memory.data_ptr())
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
@@ -131,7 +166,7 @@ class Device:
         The copy waits for the event `wait_for`. The tensors must have the same shape and dtype. Do not access
         `destination` or modify `source` before the returned event has completed.
         """
-        stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
+        stream = self._fetch_stream if destination.is_cuda else self._push_stream
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(wait_for)
             destination.copy_(source, non_blocking=True)
@@ -143,13 +178,26 @@ class Device:
         Do not modify `source` before the returned event has completed.
         """
         computing = torch.cuda.current_stream(self.torch_device)
-        with torch.cuda.stream(self._h2d_stream):
+        with torch.cuda.stream(self._fetch_stream):
             # This memory belongs to the copy stream, so the copy does not wait for kernels that are enqueued already.
             copy = source.to(self.torch_device, non_blocking=True)
-        event = _record(self._h2d_stream)
+        event = _record(self._fetch_stream)
         computing.wait_event(event)
         copy.record_stream(computing)
         return copy, event
+
+    def copy_to_peer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        """Start an asynchronous copy to mapped memory of another rank. Thread-safe.
+
+        As `copy`, but kernels that compute `source` must have completed, and later fetches do not wait for this copy.
+        """
+        with torch.cuda.stream(self._push_stream), torch.no_grad():
+            destination.copy_(source, non_blocking=True)
+        return _record(self._push_stream)
+
+    def finish_fetches(self) -> None:
+        """Wait until all copies to the device that were started by `copy` are complete."""
+        _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start adding tensors to a shard, in order. Thread-safe.
@@ -167,22 +215,22 @@ class Device:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class BufferEvents:
-    """Map from buffers, by their memory, to the CUDA events that their next users must wait for. Thread-safe."""
+class BufferDict(Generic[T]):
+    """Map from buffers, by their memory, to values, such as events that their next users wait for. Thread-safe."""
 
     def __init__(self) -> None:
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._values: dict[int, T] = {}
 
-    def set(self, memory: torch.Tensor, event: torch.cuda.Event) -> None:
-        """Store the event that the next user of `memory` must wait for."""
-        self._events[memory.untyped_storage().data_ptr()] = event
+    def set(self, memory: torch.Tensor, value: T) -> None:
+        """Store the value for `memory`."""
+        self._values[memory.untyped_storage().data_ptr()] = value
 
-    def pop(self, memory: torch.Tensor) -> torch.cuda.Event:
-        """Remove and return the event for `memory`. Raises KeyError if there is none."""
-        return self._events.pop(memory.untyped_storage().data_ptr())
+    def pop(self, memory: torch.Tensor) -> T:
+        """Remove and return the value for `memory`. Raises KeyError if there is none."""
+        return self._values.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._values)
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:

@@ -1,13 +1,18 @@
 """Stores for models on a GPU whose shards are in device memory and are transferred through device windows.
 
+The windows are those of MPI (`comm.windows.device_window`), or memory that the ranks of a node map, which is copied
+without MPI (`comm.windows.mapped_device_window`).
+
 This package copies no parameters or gradients through the host. A fetch reads from the owners' devices into a buffer on
 this rank's device, and a push sends from such a buffer. MPI and CUDA do not synchronize with each other, so the stores
 synchronize them:
 
     fetch                  wait for the kernels that read the buffer's old content; MPI_Get from the other owners,
-                           overlapped with a copy of this rank's shard on a separate stream; flush, wait for the copy
+                           overlapped with copies of mapped shards on a separate stream; flush. The stream that uses the
+                           buffer waits for the copies. If all shards are mapped, nothing waits on the host
     push                   wait for the kernels that compute the gradient; push it to the owners
-    gradients complete     as with host memory: flush all pushes, all-gather; kernels enqueued later read the sums
+    gradients complete     wait for the copies; then as with host memory: flush all pushes, all-gather; kernels enqueued
+                           later read the sums
     parameters published   wait for the kernels that update parameters and clear gradients; barrier
 
 Each wait is for a single event, never for the whole device. Fetches and pushes wait on the threads that run them, so
@@ -20,27 +25,36 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device.device import BufferEvents, Device
+from odc_mpi.comm.device.device import BufferDict, Device
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import WindowParameters
+from odc_mpi.comm.windows.rma import WindowFactory
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
 
 class DeviceParameters(WindowParameters):
-    """Parameter store with its shards in device memory. Fetches fill buffers on this rank's device."""
+    """Parameter store with its shards in device windows of `kind`. Fetches fill buffers on this rank's device."""
 
-    def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
-        super().__init__(world, dtype, device_windows(device))
+    def __init__(self, world: World, dtype: torch.dtype, device: Device, kind: WindowFactory) -> None:
+        super().__init__(world, dtype, kind)
         # Not from the torch allocator, because MPI may have to export it to another process or to a network card.
         self.buffers = BufferPool(device.empty_for_windows)
         self._device = device
-        self._events = BufferEvents()
+        self._events = BufferDict[torch.cuda.Event]()
 
     @override
     def record_event(self, buffer: torch.Tensor) -> None:
         self._events.set(buffer, self._device.record_event())
+
+    @override
+    @property
+    def enqueues_only(self) -> bool:
+        return self.maps_all_shards
+
+    @override
+    def flush(self) -> None:
+        self._device.finish_fetches()  # the owners of the shards may write to them afterwards
 
     @override
     def sync(self) -> None:
@@ -50,22 +64,28 @@ class DeviceParameters(WindowParameters):
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        return Work(partial(self._fetch, index, buffer, self._events.pop(buffer)))
+        wait_for = self._events.pop(buffer)
+        if self.enqueues_only:
+            self.world.progress.run_tasks()
+            copied = self._copy_mapped(index, buffer, wait_for)
+            return Work(lambda: copied)
+        return Work(partial(self._fetch, index, buffer, wait_for))
 
-    def _fetch(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> None:
+    def _fetch(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event | None:
         self._device.set_current()
         wait_for.synchronize()
         self.world.progress.run_tasks()
         gets = self.start_gets(index, buffer)
-        # Only the shard of this rank is mapped.
-        data, shard = buffer.view(torch.uint8), self.shard(index).view(torch.uint8)
-        copied = [
-            self._device.copy(data[start:stop], shard[: stop - start], wait_for)
-            for _, start, stop in self.fetch_plan(index).mapped
-        ]
+        copied = self._copy_mapped(index, buffer, wait_for)
         gets.wait()
-        for event in copied:
-            event.synchronize()
+        return copied
+
+    def _copy_mapped(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event | None:
+        """Start copying the mapped shards of an array, and return the event of the last copy, if there is any."""
+        data, event = buffer.view(torch.uint8), None
+        for owner, start, stop in self.fetch_plan(index).mapped:
+            event = self._device.copy(data[start:stop], self.mapped_bytes(index, owner)[: stop - start], wait_for)
+        return event
 
 
 class DeviceGradients(GradientStore):
@@ -75,7 +95,7 @@ class DeviceGradients(GradientStore):
         super().__init__(inner.dtype)
         self._inner = inner
         self._device = device
-        self._events = BufferEvents()
+        self._events = BufferDict[torch.cuda.Event]()
 
     @override
     def shard(self, index: int) -> torch.Tensor:
@@ -86,7 +106,7 @@ class DeviceGradients(GradientStore):
         return self._device.empty_for_windows(num_bytes)
 
     @override
-    def record_event(self, gradient: torch.Tensor) -> None:
+    def prepare_push(self, gradient: torch.Tensor) -> None:
         self._events.set(gradient, self._device.record_event())
 
     @override

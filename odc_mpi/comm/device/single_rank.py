@@ -1,7 +1,8 @@
 """Stores for a single rank with a GPU. Shards are full arrays in device memory, and nothing is communicated.
 
-A fetch returns a view of the array, and a push enqueues an addition on the current stream. The synchronization points
-require no action, because in stream order, the optimizer runs after the backward pass and before the next forward pass.
+A fetch returns a view of the array. Gradients are added to the array of their sums on the current stream, instead of
+being pushed. The synchronization points require no action, because in stream order, the optimizer runs after the
+backward pass and before the next forward pass.
 """
 
 import torch
@@ -47,7 +48,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 class SingleRankGradients(ShardStorage, GradientStore):
     """Single-rank gradient store that keeps full arrays in device memory."""
 
-    pushes_to_peers = False
+    is_local = True
 
     def __init__(self, dtype: torch.dtype, device: Device) -> None:
         super().__init__(dtype)
@@ -68,7 +69,6 @@ class SingleRankGradients(ShardStorage, GradientStore):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        # A torch operator, because `add_segments_` takes longer to launch and there is no cast to save.
         self._sums[index][start : start + gradient.numel()].add_(gradient)
         return Work()
 

@@ -1,22 +1,25 @@
 """Stores for models on a GPU whose shards are in host memory.
 
-Each store wraps an inner store with shards in host memory. Parameters and gradients pass through pinned memory:
+Each store wraps an inner store with shards in host memory, and uses pinned memory for what the GPU cannot copy itself:
 
-    fetch   the inner store fetches into pinned memory or returns a view of a window; copy to the device
+    fetch   copies of mapped shards from their windows to the device; the inner store fetches other shards into pinned
+            memory, from where they are copied to the device
     push    copy from the device into pinned memory, from which the inner store pushes
 
 The windows are registered with the CUDA driver, so that fetches and an optimizer on the device can copy from them
-directly. If the driver refuses, for example because small arrays share a page, the CPU first copies the array into
-pinned memory.
+directly. If the driver refuses, the CPU first copies the shards into pinned memory.
 
-Fetches and pushes complete in `wait()`, on the threads that fetch and push, and thus overlap with computation. A copy
-waits for the event that the computing thread has recorded for the buffer. A buffer is therefore not overwritten while
-kernels enqueued earlier still read it, and a gradient is not copied before the kernels that compute it have finished.
-After `wait()`, a fetched array may be read on any stream.
+Nothing waits for copies to the device on the host: the stream that uses a fetched array waits for them, and this rank
+waits before it reports its gradients as complete, because the owners may write to the windows afterwards. If all ranks
+are on one node, a fetch consists of such a copy only, and the computing thread enqueues it. A copy waits for the event
+that the computing thread has recorded for the buffer. A buffer is therefore not overwritten while kernels enqueued
+earlier still read it, and a gradient is not copied before the kernels that compute it have finished.
 
 The device holds only the units in use, so a model's shards may be larger than device memory.
 """
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,12 +27,17 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool, copy_host
-from odc_mpi.comm.device.device import BufferEvents, Device
+from odc_mpi.comm.device.device import BufferDict, Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
+from odc_mpi.comm.windows.node_cache import NodeCache
+from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.work import FetchWork, Work
+
+#: Maximum number of pinned buffers from which copies to the device are in flight.
+MAX_COPIES = 2
 
 
 class PinnedMemory(ShardStorage):
@@ -40,6 +48,8 @@ class PinnedMemory(ShardStorage):
         self._storages = tuple(storages)
         self._device = device
         self._registered: list[torch.Tensor] = []
+        self._copies: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._lock = threading.Lock()
 
     @override
     def allocate(self) -> None:
@@ -47,7 +57,13 @@ class PinnedMemory(ShardStorage):
         self._registered = [tensor for tensor in memory if self._device.register(tensor)]
 
     @override
+    def flush(self) -> None:
+        self._device.finish_fetches()  # the owners of the windows may write to them afterwards
+        self._release_copied(0)
+
+    @override
     def free(self) -> None:
+        self.flush()
         while self._registered:
             self._device.unregister(self._registered.pop())
         self.pool.clear()
@@ -56,22 +72,38 @@ class PinnedMemory(ShardStorage):
         """Return True if `array` begins in memory of `storages` that the CUDA driver has pinned."""
         return any(0 <= array.data_ptr() - tensor.data_ptr() < tensor.nbytes for tensor in self._registered)
 
+    def release_after(self, event: torch.cuda.Event, buffer: torch.Tensor) -> None:
+        """Release a buffer of the pool once `event`, that of a copy from it, has completed. May wait for older ones."""
+        self._copies.append((event, buffer))
+        self._release_copied(MAX_COPIES)
+
+    def _release_copied(self, num_left: int) -> None:
+        with self._lock:
+            while len(self._copies) > num_left:
+                event, buffer = self._copies.popleft()
+                event.synchronize()
+                self.pool.release(buffer)
+
 
 class StagedParameters(ParameterStore):
-    """Parameter store that uses the store `inner` to fetch arrays to the host and copies them to a device.
+    """Parameter store that copies arrays to a device from host memory, to which the store `inner` fetches them.
 
     Args:
-        inner: Store with shards in host memory. From now on, it acquires its buffers from `pinned`.
+        inner: Store with shards in host memory.
         pinned: Pinned memory, whose `storages` must include the storage of `inner`.
     """
 
-    def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:
+    def __init__(self, inner: WindowParameters | NodeCache, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner.dtype, BufferPool(device.empty))
-        inner.buffers = pinned.pool
         self._inner = inner
         self._device = device
         self._pinned = pinned
-        self._events = BufferEvents()
+        self._events = BufferDict[torch.cuda.Event]()
+
+    @override
+    @property
+    def enqueues_only(self) -> bool:
+        return not self._inner.access.transfers and all(map(self._pinned.is_pinned, self._inner.mapped_memory()))
 
     @override
     @property
@@ -97,20 +129,56 @@ class StagedParameters(ParameterStore):
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        after = self._events.pop(buffer)
-        return Work(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
+        wait_for = self._events.pop(buffer)
+        if isinstance(self._inner, WindowParameters) and self._inner.access is Access.COPY:
+            return self._start_gets(self._inner, index, buffer, wait_for)
+        if self.enqueues_only:
+            copied = self._copy_view(self._inner.fetch(index), buffer, wait_for)
+            return Work(lambda: copied)
+        return Work(partial(self._copy_view, self._inner.fetch(index), buffer, wait_for))
 
-    def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> None:
+    def _start_gets(
+        self, inner: WindowParameters, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event
+    ) -> Work:
+        """Start fetching shards from other nodes into pinned memory, and copying those of this node to the device."""
+        inner.world.progress.run_tasks()
+        plan, data, near = inner.fetch_plan(index), buffer.view(torch.uint8), None
+        for owner, start, stop in plan.mapped:
+            near = self._copy(data[start:stop], inner.mapped_bytes(index, owner)[: stop - start], wait_for)
+        if not plan.gets:
+            return Work(lambda: near)
+        pinned = self._pinned.pool.acquire(data.numel(), torch.uint8)
+        return Work(partial(self._copy_fetched, plan.unmapped, inner.start_gets(index, pinned), pinned, data, wait_for))
+
+    def _copy_fetched(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        gets: Work,
+        pinned: torch.Tensor,
+        data: torch.Tensor,
+        wait_for: torch.cuda.Event,
+    ) -> torch.cuda.Event:
+        """Complete Gets into pinned memory, and start copying `ranges` of it to the device."""
+        gets.wait()
+        copied = [self._device.copy(data[start:stop], pinned[start:stop], wait_for) for start, stop in ranges]
+        self._pinned.release_after(copied[-1], pinned)
+        return copied[-1]
+
+    def _copy_view(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
         array = fetch.wait()
-        if self._inner.access is Access.COPY or self._pinned.is_pinned(array):
-            self._device.copy(buffer, array, wait_for).synchronize()
-        else:
-            # A view of a window that the driver has not registered, from which only the CPU can copy.
-            pinned = self._pinned.pool.acquire(array.numel(), array.dtype)
-            copy_host(pinned, array)
-            self._device.copy(buffer, pinned, wait_for).synchronize()
-            self._pinned.pool.release(pinned)
+        copied = self._copy(buffer, array, wait_for)
         self._inner.release(array)
+        return copied
+
+    def _copy(self, target: torch.Tensor, view: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
+        """Start copying a view of a window to the device, through pinned memory if the driver has not registered it."""
+        if self._pinned.is_pinned(view):
+            return self._device.copy(target, view, wait_for)
+        pinned = self._pinned.pool.acquire(view.numel(), view.dtype)
+        copy_host(pinned, view)
+        copied = self._device.copy(target, pinned, wait_for)
+        self._pinned.release_after(copied, pinned)
+        return copied
 
 
 class StagedGradients(DeviceGradients):
@@ -119,18 +187,23 @@ class StagedGradients(DeviceGradients):
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)
         self._pinned = pinned
+        self._copies = BufferDict[tuple[torch.Tensor, torch.cuda.Event]]()
 
     @override
     def empty(self, num_bytes: int) -> torch.Tensor:
         return self._device.empty(num_bytes)
 
     @override
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
+    def prepare_push(self, gradient: torch.Tensor) -> None:
+        # Already here, because the thread that pushes may be busy with earlier pushes.
         pinned = self._pinned.pool.acquire(gradient.numel(), self.dtype)
-        copied = self._device.copy(pinned, gradient, self._events.pop(gradient))
-        return Work(partial(self._push_pinned, index, start, pinned, copied))
+        self._copies.set(gradient, (pinned, self._device.copy(pinned, gradient, self._device.record_event())))
 
-    def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: torch.cuda.Event) -> None:
-        copy_event.synchronize()
+    @override
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
+        return Work(partial(self._push_pinned, index, start, *self._copies.pop(gradient)))
+
+    def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copied: torch.cuda.Event) -> None:
+        copied.synchronize()
         self._inner.push(index, pinned, start).wait()
         self._pinned.pool.release(pinned)

@@ -58,7 +58,7 @@ BLOCK_NUMEL = 8 * THREADS
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 
-def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
+def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tensor | None = None) -> torch.Tensor:
     """Copy tensors into a flat array and return the largest magnitude. Elements not covered by a tensor become zero.
 
     Asynchronous on a GPU: kernels enqueued later on the same stream can use the results.
@@ -67,6 +67,8 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
             of offset. The tensors must not overlap in `flat`.
         flat: Contiguous output array `[n]`, which is overwritten completely.
+        largest: Scalar to raise to the largest magnitude and to return, float64, on the same device. None means a new
+            scalar, which takes a launch more.
 
     Returns:
         The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
@@ -76,17 +78,18 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
         assert filled <= start, "segments overlap or are not sorted"
         filled = start + tensor.numel()
     assert filled <= flat.numel(), f"segments end at {filled}, the array at {flat.numel()}"
+    if largest is None:
+        largest = torch.zeros((), dtype=torch.float64, device=flat.device)
     if _use_torch_fallback(flat):
-        return flatten_with_torch(segments, flat)
+        return torch.maximum(largest, flatten_with_torch(segments, flat), out=largest)
     inputs = [(start, _as_contiguous_input(tensor, flat)) for start, tensor in segments if tensor.numel()]
-    largest = torch.zeros((), dtype=torch.float64, device=flat.device)
     for first, stop, batch in _batches(inputs, flat.numel()):
         _launch("flatten", flat, batch, first, stop, largest.data_ptr())
     return largest
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Do the same as `flatten`, but only with torch operators."""
+    """Do the same as `flatten` without `largest`, but only with torch operators."""
     filled = 0
     for start, tensor in segments:
         if filled < start:

@@ -41,11 +41,13 @@ class FetchPlan(NamedTuple):
         gets: Parts to fetch with MPI_Get. Window offsets are relative to the start of the array's shard, and buffer
             offsets to the start of the array.
         mapped: `(owner, start, stop)` for each shard that this rank maps. `start` and `stop` are offsets in the array.
+        unmapped: `(start, stop)` for each range of the array that consists of shards that this rank does not map.
     """
 
     owners: tuple[int, ...]
     gets: tuple[Message, ...]
     mapped: tuple[tuple[int, int, int], ...]
+    unmapped: tuple[tuple[int, int], ...]
 
 
 class WindowParameters(ShardStorage, ParameterStore):
@@ -86,6 +88,11 @@ class WindowParameters(ShardStorage, ParameterStore):
         else:
             self._shards = [self._window.tensor[start:].view(dtype)[:numel] for start, dtype, numel in arrays]
 
+    @property
+    def maps_all_shards(self) -> bool:
+        """True if this rank maps the shards of all ranks, so that fetches need no MPI_Get. Valid after allocation."""
+        return all(self._window.mapped_shard(rank) is not None for rank in range(self.world.size))
+
     def fetch_plan(self, index: int) -> FetchPlan:
         """Return the steps for fetching array `index`."""
         layout, itemsize = self.layouts[index], self.dtype_of(index).itemsize
@@ -93,11 +100,20 @@ class WindowParameters(ShardStorage, ParameterStore):
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
         """Start fetching the unmapped shards of array `index` into `buffer`, which holds the full array. One-sided."""
-        owners, gets, _ = self.fetch_plan(index)
+        owners, gets, *_ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):
             window.get_messages(as_mpi_buffer(buffer.view(torch.uint8)), gets, self._starts[index])
         return deferred_flush(self.world, window.flush, what, owners, buffer)
+
+    def mapped_bytes(self, index: int, owner: int) -> torch.Tensor:
+        """Return memory of rank `owner` that this rank maps, uint8, from the beginning of its shard of array `index`.
+
+        Other shards of this rank follow. Nothing is copied.
+        """
+        memory = self._window.mapped_shard(owner)
+        assert memory is not None
+        return memory[self._starts[index] :]
 
     @override
     def sync(self) -> None:
@@ -134,17 +150,18 @@ class WindowParameters(ShardStorage, ParameterStore):
         self.world.progress.run_tasks()
         work = self.start_gets(index, buffer)
         # While the Gets are in flight, copy the mapped shards.
-        data, first = buffer.view(torch.uint8), self._starts[index]
+        data = buffer.view(torch.uint8)
         for owner, start, stop in self.fetch_plan(index).mapped:
-            shard = self._window.mapped_shard(owner)
-            assert shard is not None
-            copy_host(data[start:stop], shard[first : first + stop - start])
+            copy_host(data[start:stop], self.mapped_bytes(index, owner)[: stop - start])
         return work
 
     def _plan_fetch(self, num_bytes: int, shard_bytes: int) -> FetchPlan:
-        mapped_ranks = self.world.node_ranks if isinstance(self._window, SharedWindow) else (self.world.rank,)
         ranges = tuple(ranges_by_owner(shard_bytes, self.world.rank, 0, num_bytes))
-        others = [part for part in ranges if part[0] not in mapped_ranks]
+        others = [part for part in ranges if self._window.mapped_shard(part[0]) is None]
         gets = chain.from_iterable(messages(owner, 0, stop - start, start) for owner, start, stop in others)
-        mapped = tuple(part for part in ranges if part[0] in mapped_ranks)
-        return FetchPlan(tuple(owner for owner, _, _ in others), tuple(gets), mapped)
+        mapped = tuple(part for part in ranges if self._window.mapped_shard(part[0]) is not None)
+        unmapped: list[tuple[int, int]] = []
+        for _, start, stop in sorted(others):
+            joined = unmapped and unmapped[-1][1] == start
+            unmapped[-1:] = [(unmapped[-1][0], stop)] if joined else [*unmapped[-1:], (start, stop)]
+        return FetchPlan(tuple(owner for owner, _, _ in others), tuple(gets), mapped, tuple(unmapped))

@@ -3,11 +3,12 @@
 Note: sums that overflow
     A sum of finite gradients can be infinite. An owner knows whether its sum is finite only once the gradients are
     complete, and reporting this would require another collective. Instead, every rank reports an upper bound on its
-    sums: for each array, it adds up the largest magnitude in each push, and it reports the maximum over all arrays. If
+    sums: for each array, the number of its pushes times the largest magnitude, and it reports the maximum over all. If
     the sum of all bounds may exceed the range of `reduce_dtype`, the gradients are treated as not finite. The bound on
     a local sum is computed only when it is pushed, because an element that has overflowed stays infinite or NaN.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,17 +24,21 @@ class FloatGradients(GradientFormat):
     """Gradient format that uses floating-point numbers of `dtype`, either torch.float32 or torch.float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._bounds: dict[int, torch.Tensor] = {}
+        # For each array, the largest magnitude in its pushes, and their number.
+        self._largest: dict[int, torch.Tensor] = {}
+        self._num_pushes: Counter[int] = Counter()
         # Half the range, because sums are rounded.
         self._limit = torch.finfo(dtype).max / 2
 
     @override
     def start(self) -> None:
-        self._bounds = {}
+        self._num_pushes.clear()
+        if self._largest:
+            torch._foreach_zero_(list(self._largest.values()))
 
     @override
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        self._add_bound(index, flatten(segments, flat))
+        flatten(segments, flat, self._largest_of(index, flat.device))
 
     @override
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
@@ -41,16 +46,17 @@ class FloatGradients(GradientFormat):
 
     @override
     def note_push(self, index: int, flat: torch.Tensor) -> None:
-        self._add_bound(index, largest_magnitude(flat))
+        largest = self._largest_of(index, flat.device)
+        torch.maximum(largest, largest_magnitude(flat), out=largest)
 
     def local_statistics(self) -> np.ndarray:
         """Return the largest bound on any array as a fraction of half the dtype's maximum, float64 `[1]`."""
-        bounds = list(self._bounds.values())
+        bounds = list(self.bounds().values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 
     @override
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        return self._bounds
+        return {index: self._largest[index] * number for index, number in self._num_pushes.items()}
 
     @override
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
@@ -68,5 +74,9 @@ class FloatGradients(GradientFormat):
     def norm(self, totals: np.ndarray) -> float:
         return float(np.sqrt(totals[0]))
 
-    def _add_bound(self, index: int, largest: torch.Tensor) -> None:
-        self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
+    def _largest_of(self, index: int, device: torch.device) -> torch.Tensor:
+        """Count a push of array `index`, and return the scalar to raise to its largest magnitude, float64."""
+        self._num_pushes[index] += 1
+        if index not in self._largest:
+            self._largest[index] = torch.zeros((), dtype=torch.float64, device=device)
+        return self._largest[index]

@@ -49,8 +49,8 @@ class UnshardedUnits:
     """Unsharded units of a model, fetched on demand or ahead of use. The least recently used one is resharded first.
 
     Args:
-        prefetch: Number of units to fetch ahead on a separate thread. Ignored if fetches transfer no data or are
-            collective, or if only one thread may call the transport.
+        prefetch: Number of units to fetch ahead, on a separate thread if fetches call MPI. Ignored if fetches transfer
+            no data or are collective, or if they need this thread but only one thread may call the transport.
 
     Attributes:
         cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views
@@ -72,10 +72,12 @@ class UnshardedUnits:
         self._transport = transport
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        can_prefetch = transport.parameters.access.transfers and transport.thread_safe and transport.one_sided
-        self._prefetch = prefetch if can_prefetch else 0
+        parameters = transport.parameters
+        can_prefetch = parameters.enqueues_only or (transport.thread_safe and transport.one_sided)
+        self._prefetch = prefetch if can_prefetch and parameters.access.transfers else 0
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
-        self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
+        needs_thread = self._prefetch and not parameters.enqueues_only
+        self._thread = CommunicationThread("odc_mpi-fetch") if needs_thread else None
         self._predictor: PrefetchPredictor[Unit] = PrefetchPredictor()
         # Units that are unsharded or being fetched, ordered by last use or start of the prefetch, oldest first.
         self._held: dict[Unit, None] = {}
@@ -110,7 +112,7 @@ class UnshardedUnits:
             self._held[unit] = self._held.pop(unit)
         self._latest = unit
         self.activity.update(phase, unit.name)
-        if self._thread is not None:
+        if self._prefetch:
             self._prefetch_after(unit)
 
     def start_microbatch(self) -> None:
@@ -221,12 +223,13 @@ class UnshardedUnits:
             if following.state is UnitState.SHARDED:
                 if not following.is_root:
                     self._make_room(unit, self._max_others - (unit not in self.cache), expected)
-                self._start(following, self._fetch_in_thread)
+                self._start(following, self._fetch_ahead)
                 self._held[following] = None
 
-    def _fetch_in_thread(self, index: int) -> FetchWork:
-        assert self._thread is not None
+    def _fetch_ahead(self, index: int) -> FetchWork:
         parameters = self._transport.parameters
+        if self._thread is None:
+            return parameters.fetch(index)
         buffer = parameters.acquire_buffer(index)
         return FetchWork(buffer, self._thread.start(parameters.start_fetch, index, buffer))
 

@@ -59,28 +59,31 @@ class GRPOObjective(Objective):
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
         microbatch = cast(RolloutMicrobatch, microbatch)
-        device = model.device
         logps = self._token_logps(
             microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
         ).logps
         # The log-probabilities from sampling are those of the same policy.
-        differences = (logps.detach().cpu() - microbatch.logps).abs()
-        self._num_tokens += len(differences)
-        self._add("logp_difference", microbatch, float(differences.sum()))
-        self._largest_difference = max(self._largest_difference, float(differences.max()))
-        sequence = microbatch.sequence.to(device)
-        per_token = policy_loss(logps, microbatch.advantages.to(device, torch.float32)[sequence])
+        differences = (logps.detach() - microbatch.logps).abs()
+        statistics = [differences.sum(), differences.max()]
+        sequence = microbatch.sequence
+        per_token = policy_loss(logps, microbatch.advantages.float()[sequence])
         if self._reference_logps is not None:
             kl = kl_k3(logps, self._reference_logps(microbatch))
-            self._add("grpo_kl", microbatch, float(kl.detach().sum()))
+            statistics.append(kl.detach().sum())
             per_token = per_token + self._rl.beta * kl
         if self._rl.loss_type == "grpo":
             per_token = per_token / torch.bincount(sequence).to(torch.float32)[sequence]
+        self.statistics = torch.stack(statistics)
         return per_token.sum()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss of a microbatch to the sum for this step."""
-        self._add("grpo_loss", result.microbatch, result.loss)
+        """Add the loss and the statistics of a microbatch to those of this step."""
+        difference, largest_difference, *kl = result.statistics
+        self._num_tokens += result.microbatch.num_tokens
+        self._largest_difference = max(self._largest_difference, largest_difference)
+        values = {"grpo_loss": result.loss, "logp_difference": difference} | dict(zip(["grpo_kl"], kl, strict=False))
+        for name, value in values.items():
+            self._add(name, result.microbatch, value)
 
     def local_values(self) -> tuple[float, ...]:
         """Return this rank's values, in the order of `gathered_names`."""

@@ -86,17 +86,16 @@ class PairObjective(Objective):
         if scores.router_loss is not None:
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
         columns = zip(self._scorer.statistics, scores.statistics.unbind(1), strict=True)
-        # Read after the backward pass, since a GPU has not computed them yet.
-        self._last_values = torch.stack(
+        self.statistics = torch.stack(
             [EXTREMES[name][2](x, 0) if name in EXTREMES else x.sum() / num_pairs for name, x in columns]
         )
         if scores.token_sums is not None:
-            self._last_values = torch.cat([scores.token_sums / minibatch.num_tokens, self._last_values])
+            self.statistics = torch.cat([scores.token_sums / minibatch.num_tokens, self.statistics])
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
         """Include the loss and the statistics of a microbatch in the sums, minima and maxima of the step."""
-        for name, value in zip(self.gathered_names, (result.loss, *self._last_values.tolist()), strict=True):
+        for name, value in zip(self.gathered_names, (result.loss, *result.statistics), strict=True):
             if name in EXTREMES:
                 self._values[name] = EXTREMES[name][0](self._values[name], value)
             else:

@@ -28,8 +28,8 @@ class SFTObjective(Objective):
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
         scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
-        # Read after the backward pass, since a GPU has not computed them yet.
-        self._last_scores = scores.is_top.sum(), scores.entropy.sum() / minibatch.num_tokens
+        entropy = scores.entropy.sum() / minibatch.num_tokens
+        self.statistics = torch.stack([scores.is_top.sum().double(), entropy.double()])
         loss = -scores.logps.sum() / minibatch.num_tokens
         if scores.router_loss is not None:
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
@@ -37,7 +37,7 @@ class SFTObjective(Objective):
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
         """Add a microbatch's loss, entropy and number of correct predictions to the sums."""
-        num_correct, entropy = (value.item() for value in self._last_scores)
+        num_correct, entropy = result.statistics
         self._loss += round_for_exact_sum(result.loss, MAX_EXACT_LOSS)
         self._num_correct += int(num_correct)
         self._entropy += round_for_exact_sum(entropy, MAX_EXACT_LOSS)

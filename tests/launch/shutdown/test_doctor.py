@@ -11,7 +11,7 @@ from processes import is_running
 from odc_mpi.probe.report import OPERATIONS, ProbeReport
 
 ABOVE = {"library", "thread_level", "nodes", "ranks_per_node", "shm_bytes", "peers", "decision"}
-FIGURES = {"one_sided", "idle_s", "busy_s", "gb_per_s"}
+FIGURES = {"one_sided", "idle_s", "busy_s", "gb_per_s", "num_fresh_reads"}
 
 DOCTOR = """
 import sys
@@ -211,9 +211,9 @@ import os, signal, sys, time
 sys.path.insert(0, {stand_in!r})
 from late_device import LateDevice
 from odc_mpi.runtime.start.launch import child_main
-from odc_mpi.probe import probe, trial
+from odc_mpi.probe import device_probe, probe, trial
 probe.device_on_all_ranks = lambda world: LateDevice()
-probe.FULL = probe.QUICK
+probe.FULL = device_probe.BUDGET = probe.QUICK
 run = trial.Trials.run
 def failing(self, name, kind, memory="from_host"):
     if (name, memory) == ("accumulate", "from_device") and self._world.rank == 1:

@@ -53,7 +53,7 @@ def test_owners_get_the_sums_of_all_islands_and_all_islands_their_parameters(
     for number in range(4):
         time.sleep(0.02 * (world.rank == number % world.size))
         for index, start, values in random_pushes(SIZES, world.rank, number):
-            transport.gradients.record_event(gradient := values.float())
+            transport.gradients.prepare_push(gradient := values.float())
             transport.gradients.push(index, gradient, start).wait()
         transport.complete_gradients(torch.zeros(1).numpy())
         sums = [torch.zeros(numel) for numel in SIZES]

@@ -30,8 +30,13 @@ def device(monkeypatch, tmp_path):
 
 
 def pose_as_device(monkeypatch, tmp_path):
-    """Use host memory in place of a GPU, with a separate cache of verdicts."""
+    """Use host memory in place of a GPU that other ranks cannot map, with a separate cache of verdicts."""
+
+    def export(memory):
+        raise UserError("CUDA cannot export it")
+
     made = LateDevice()
+    monkeypatch.setattr(made, "export", export)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)
     for module in (device_window, device_slots):
@@ -63,6 +68,28 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
         return
     assert sum(copies for copies, _ in counts) > 3 * len(metrics), "the own parts of what was fetched"
     assert (sum(additions for _, additions in counts) > 0) == (changes.get("comm.reduction") != "accumulate")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"comm.prefetch": 2, "model.gradient_checkpointing": "true", "optim.device": "cuda"},
+        {"comm.prefetch": 0, "comm.progress": "off", "comm.mailbox_bytes": 1 << 18},
+        {"data.balance": "dynamic", "model.reduce_dtype": "fixed64"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
+)
+def test_ranks_of_a_node_map_each_others_devices(world, dataset_path, monkeypatch, changes):
+    device = LateDevice()
+    monkeypatch.setattr(api, "find_device", lambda kind, local_rank: device)
+    decision = api.decide_for(world, device="cuda", zero_copy="off")
+    assert (decision.window.value, decision.window_device.value, decision.reduction.value) == ("map", "cuda", "mailbox")
+    settings = {"run.device": "cuda", "data.balance": "lb_mini", "comm.zero_copy": "off"}
+    changes = {key: str(value) for key, value in changes.items()}
+    config = configure(dataset_path, **settings | changes)
+    metrics, _ = assert_like_plain(config, world, like=configure(dataset_path))
+    assert device.copies > 5 * len(metrics) and not device._mapped and not any(device._in_flight.values())
 
 
 @pytest.mark.parametrize(

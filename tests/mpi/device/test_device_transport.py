@@ -72,20 +72,22 @@ def bytes_of(view):
     return np.frombuffer(view.cast("B"), dtype=np.uint8)
 
 
-@pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread"])
+@pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread", "mailbox mapped"])
 def make(world, monkeypatch, request, allocate):
     for module in (device_window, device_slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
 
     def build(sizes=SIZES, **dtypes):
         device = LateDevice()
-        reductions = gradient_store_factories(LITTLE_ROOM * max(1, world.size - 1), device)
+        mapped = request.param.endswith("mapped")
+        reductions = gradient_store_factories(LITTLE_ROOM * max(1, world.size - 1), device, mapped=mapped)
         with_thread = request.param.endswith("thread")
         transport = window_transport(
             # Ranks of a pretended node share rings.
             on_pretended_nodes(world) if with_thread and world.size > 2 else world,
             **dtypes,
             device=device,
+            mapped=mapped,
             reduction=reductions[request.param.split()[0]],
             progress=with_thread,
         )
@@ -131,6 +133,22 @@ def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
     transport.complete_gradients(np.zeros(1))
 
 
+def test_owners_overwrite_parameters_after_copies_in_flight(make, world):
+    transport = make([4000, 4000])
+    write_late(transport, [torch.full((4000,), 1.0), torch.full((4000,), 2.0)])
+    transport.publish_parameters()
+    fetches = [transport.parameters.fetch(index) for index in range(2)]
+    for fetch in fetches:
+        fetch.work.complete()  # no stream waits for the copy yet
+    transport.complete_gradients(np.zeros(1))
+    write_late(transport, [torch.full((4000,), 7.0)] * 2)
+    transport.publish_parameters()
+    for index, fetch in enumerate(fetches):
+        assert (fetch.wait() == index + 1).all()
+        transport.parameters.release(fetch.buffer)
+    transport.complete_gradients(np.zeros(1))
+
+
 def test_a_push_adds_what_was_computed_before_its_event(make, world):
     """Integers, so that the sum is exact whatever the order of arrival; the kernels run when they are waited for."""
     transport = make()
@@ -138,7 +156,7 @@ def test_a_push_adds_what_was_computed_before_its_event(make, world):
         for index, start, values in random_pushes(SIZES, world.rank, minibatch):
             flat = transport.gradients.empty(4 * len(values)).view(torch.float32)
             transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
-            transport.gradients.record_event(flat)
+            transport.gradients.prepare_push(flat)
             transport.gradients.push(index, flat, start).wait()
             flat.fill_(float("nan"))  # it belongs to the computation again
         transport.complete_gradients(np.zeros(1))
@@ -153,7 +171,7 @@ def test_several_pushes_on_the_way(make, world):
     values = [torch.arange(5000.0) + i for i in range(4)]
     pushes = []
     for gradient in values:
-        transport.gradients.record_event(gradient)
+        transport.gradients.prepare_push(gradient)
         pushes.append(transport.gradients.push(0, gradient))
     for push in reversed(pushes):
         push.wait()

@@ -6,6 +6,7 @@ from late_device import LateDevice
 
 from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.device_window import DeviceWindow
+from odc_mpi.comm.windows.mapped_device_window import MappedDeviceWindow, mapping_error
 from odc_mpi.comm.windows.rma import as_mpi_buffer
 from odc_mpi.errors import AllRanksUserError, UserError
 
@@ -93,3 +94,34 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(world, device):
     device.empty_for_windows = window_memory
     with pytest.raises(AllRanksUserError, match="there is too little memory"):
         DeviceWindow(world, 1000, torch.float32, device)
+
+
+def test_ranks_map_each_others_memory(world, device):
+    window = MappedDeviceWindow(world, 1000, torch.float32, device)
+    assert not window.tensor.any()
+    window.tensor.fill_(world.rank + 1)
+    synchronize(world)
+    for rank in range(world.size):
+        assert (window.mapped_shard(rank) == rank + 1).all() and len(window.mapped_shard(rank)) == 1000
+    synchronize(world)
+    window.free()
+    assert mapping_error(world, device) is None
+    assert not device._mapped
+
+
+def test_memory_that_cannot_be_mapped_is_not_used(world, device, monkeypatch):
+    def map_memory(handle, num_bytes):
+        raise UserError("CUDA cannot map it")
+
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(device, "map", map_memory)
+    error = mapping_error(world, device)
+    assert (error is None) == (world.size == 1) and (error is None or "CUDA cannot map it" in error)
+
+
+def test_mappings_of_other_memory_are_noticed(world, device, monkeypatch):
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(device, "map", lambda handle, num_bytes: device.empty_for_windows(num_bytes))
+        monkeypatch.setattr(device, "unmap", lambda memory: None)
+    error = mapping_error(world, device)
+    assert (error is None) == (world.size == 1) and (error is None or "wrong data" in error)

@@ -2,12 +2,15 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from late_device import LateDevice
+import torch
+from late_device import LateDevice, LateEvent
 
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, device_probe, operations, probe, trial
+from odc_mpi.probe.device_decision import summarize
 from odc_mpi.probe.device_probe import device_cache_key, load_device_report
 from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, ProbeReport, Problem
 
@@ -44,6 +47,7 @@ def test_every_operation_is_tried_and_right(world):
         operation = getattr(getattr(device, origin).same_node, name)
         assert operation.one_sided is not None, (origin, name)
         assert operation.idle_s > 0 and operation.gb_per_s > 0
+        assert (operation.num_fresh_reads is None) == (origin == "from_host")
     assert ProbeReport.from_dict(report.to_dict()) == report
 
 
@@ -70,6 +74,41 @@ def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, 
     for other, memory in DEVICE_OPERATIONS:
         answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
         assert answered == ((other, memory) != (name, origin))
+
+
+class LateMemory(torch.Tensor):
+    """Memory of a device, filled by kernels that run when something waits for a later event."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        fill = partial(super().__torch_function__, function, types, arguments, options or {})
+        return cls.device.later(fill) if function is torch.Tensor.fill_ else fill()
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_value_announced_before_the_event_of_its_write_is_an_old_one(world, monkeypatch, waits):
+    tried = [(name, origin) for name, origin in DEVICE_OPERATIONS if origin == "from_device"]
+    monkeypatch.setattr(device_probe, "DEVICE_OPERATIONS", tried)
+    monkeypatch.setattr(device_probe, "LARGE_BYTES", trial.STALENESS_BYTES)
+    monkeypatch.setattr(device_probe, "BUDGET", replace(probe.QUICK, num_staleness_reads=6, staleness_s=60.0))
+
+    class Kernels(LateDevice):
+        def empty_for_windows(self, num_bytes):
+            return super().empty_for_windows(num_bytes).as_subclass(LateMemory)
+
+        def record_event(self):
+            return super().record_event() if waits else LateEvent(self, 0)
+
+    monkeypatch.setattr(LateMemory, "device", Kernels(), raising=False)
+    report = ProbeReport(nodes=1, ranks_per_node=(2,))
+    pairs = probe.find_pairs(world.gather_objects(world.node))
+    found = device_probe.try_device(world, report, pairs, LateMemory.device, lambda *_: None)
+    late = [problem.where for problem in found.problems if problem.cause is Cause.STALE]
+    assert late == ([] if waits else [(origin, "same_node", name) for name, origin in tried])
+    reads = [getattr(found.device.from_device.same_node, name).num_fresh_reads for name, _ in tried]
+    assert reads == [6 if waits else 0] * 3
+    assert (Cause.STALE.value in (summarize(found).objection or "")) != waits
 
 
 def test_without_memory_for_windows_nothing_is_tried(world):

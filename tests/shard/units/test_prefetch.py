@@ -2,12 +2,13 @@ import copy
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from parity import squares
-from ranks import Late, LateTransport, RecordingTransport, on_ranks, run_ranks
+from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_unit import simple, states, value_of
 from torch import nn
 from toy_models import INPUT, Layer, Stack
@@ -19,6 +20,16 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import UnshardedUnits
+
+
+def late(action: Callable[[], object]) -> Work:
+    """A fetch or push that happens when it is waited for."""
+
+    def complete() -> None:
+        action()
+
+    return Work(complete)
+
 
 # The order
 
@@ -84,7 +95,7 @@ def test_operations_run_in_their_order_in_one_other_thread() -> None:
 
     def operation(i: int) -> Work:
         seen.append((i, threading.current_thread().name))
-        return Late(lambda: seen.append((i, "complete")))
+        return late(lambda: seen.append((i, "complete")))
 
     thread = CommunicationThread("some-name")
     assert not seen
@@ -104,7 +115,7 @@ def test_closing_completes_what_was_started() -> None:
     done: list[int] = []
     thread = CommunicationThread("t")
     for i in range(3):
-        thread.start(lambda i=i: Late(lambda: (time.sleep(0.02), done.append(i))))
+        thread.start(lambda i=i: late(lambda: (time.sleep(0.02), done.append(i))))
     thread.close()
     assert done == [0, 1, 2]
 
@@ -115,7 +126,7 @@ def test_an_error_is_raised_where_it_is_waited_for(when: str) -> None:
         raise ValueError(f"at the {when}")
 
     thread = CommunicationThread("t")
-    bad = thread.start(fail if when == "start" else lambda: Late(fail))
+    bad = thread.start(fail if when == "start" else lambda: late(fail))
     good = thread.start(Work)
     with pytest.raises(ValueError, match=f"at the {when}"):
         bad.wait()
@@ -128,7 +139,7 @@ def test_no_reference_to_a_buffer_remains_after_its_wait() -> None:
     pool, thread = BufferPool(), CommunicationThread("t")
 
     def fill(buffer: torch.Tensor) -> Work:
-        return Late(lambda: buffer.fill_(1.0))
+        return late(lambda: buffer.fill_(1.0))
 
     for _ in range(2000):
         buffer = pool.acquire(10, torch.float32)
