@@ -30,6 +30,7 @@ MAY_SEE = {
             "comm.work_queue",
             "comm.context_parallel.kv_windows",
             "comm.context_parallel.kv_exchange",
+            "comm.device.device",
             "comm.islands.islands",
             "comm.tickets",
             "probe.decision",

@@ -15,10 +15,14 @@ transfers the keys and values. With grouped-query attention, it transfers key an
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+from odc_mpi.errors import UserError
 
 _aten = torch.ops.aten
 
@@ -109,12 +113,50 @@ def _merge(
     return output * first + other.to(lse.dtype) * second, both
 
 
+class _Kernel(Enum):
+    """Attention kernels of PyTorch that return the log-sum-exp. The last two are for GPUs."""
+
+    CPU = 0
+    FLASH = 1  # FlashAttention, for 16-bit numbers and `head_dim` up to `_FLASH_MAX_HEAD_DIM`
+    EFFICIENT = 2  # memory-efficient attention
+
+
+#: Largest `head_dim` that FlashAttention supports, and the multiple that both kernels for GPUs require.
+_FLASH_MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+#: Memory-efficient attention pads the log-sum-exps of each head with infinity to a multiple of this number.
+_LSE_MULTIPLE = 32
+
+
+def _choose_kernel(query: torch.Tensor) -> _Kernel:
+    if query.device.type == "cpu":
+        return _Kernel.CPU
+    if query.dtype == torch.float32:
+        return _Kernel.EFFICIENT
+    capability = torch.cuda.get_device_capability(query.device)
+    if capability < (8, 0):
+        raise UserError(
+            f"data.context_parallel: {query.dtype} needs a GPU of compute capability 8.0 or more, got "
+            f"{'.'.join(map(str, capability))}: set model.param_dtype to float32, or data.context_parallel to off"
+        )
+    return _Kernel.FLASH if query.shape[3] <= _FLASH_MAX_HEAD_DIM else _Kernel.EFFICIENT
+
+
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention output, and the log-sum-exp of the scores in fp32 or fp64, `[1, heads, tokens]`."""
-    output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
-    return output, lse
+    kernel, head_dim, num_tokens = _choose_kernel(query), query.shape[3], query.shape[2]
+    if kernel is _Kernel.CPU:
+        output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+        return output, lse
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    if kernel is _Kernel.FLASH:
+        states = map(_pad_head_dim, (query, key, value))
+        output, lse, *_ = _aten._scaled_dot_product_flash_attention(*states, 0.0, causal, scale=scaling)
+    else:
+        states = map(_pad_head_dim, (query, *_repeat_heads(query, key, value)))
+        output, lse, *_ = _aten._scaled_dot_product_efficient_attention(*states, None, True, 0.0, causal, scale=scaling)
+    return output[..., :head_dim], lse[..., :num_tokens]
 
 
 def _attend_backward(
@@ -129,7 +171,42 @@ def _attend_backward(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `query`, `key` and `value` for attention to the given keys."""
-    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        upstream, query, key, value, output, lse, 0.0, causal, scale=scaling
-    )
-    return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], gradients)
+    kernel, head_dim, num_tokens = _choose_kernel(query), query.shape[3], query.shape[2]
+    gradients: Sequence[torch.Tensor]
+    if kernel is _Kernel.CPU:
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream, query, key, value, output, lse, 0.0, causal, scale=scaling
+        )
+        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], gradients)
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of the dropout, which is off
+    if kernel is _Kernel.FLASH:
+        states = map(_pad_head_dim, (upstream, query, key, value, output))
+        lengths = num_tokens, key.shape[2]
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
+            *states, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, seed, scale=scaling
+        )
+    else:
+        repeated = _repeat_heads(query, key, value)
+        states = map(_pad_head_dim, (upstream, query, *repeated))
+        # The kernel reads the output as `[1, tokens, heads, head_dim]` in memory.
+        output = _pad_head_dim(output).transpose(1, 2).contiguous().transpose(1, 2)
+        lse = F.pad(lse, (0, -num_tokens % _LSE_MULTIPLE), value=torch.inf)
+        needed = [True, True, True, False]
+        query_grad, *kv_grads, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            *states, None, output, lse, seed, seed, 0.0, needed, causal, scale=scaling
+        )
+        gradients = query_grad, *(grad.unflatten(1, (key.shape[1], -1)).sum(2) for grad in kv_grads)
+    query_grad, key_grad, value_grad = (gradient[..., :head_dim] for gradient in gradients)
+    return query_grad, key_grad, value_grad
+
+
+def _pad_head_dim(states: torch.Tensor) -> torch.Tensor:
+    """Append zeros to each row until its length is a multiple of `_HEAD_DIM_MULTIPLE`. They change no score."""
+    excess = states.shape[3] % _HEAD_DIM_MULTIPLE
+    return F.pad(states, (0, _HEAD_DIM_MULTIPLE - excess)) if excess else states
+
+
+def _repeat_heads(query: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Repeat heads of keys and values to as many as `query` has, for a kernel without grouped-query attention."""
+    return [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in states]

@@ -67,7 +67,6 @@ def validate_context_parallel(config: Config) -> None:
     for setting, value, required in (
         ("run.objective", config.run.objective, "sft"),
         ("data.balance", config.data.balance, "dynamic"),
-        ("run.device", config.run.device, "cpu"),
         ("model.compile", str(config.model.compile).lower(), "false"),
     ):
         if value != required:

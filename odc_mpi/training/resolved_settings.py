@@ -87,8 +87,6 @@ def with_device(config: Config, device: str) -> Config:
 
 def _needs_cpu(config: Config) -> str | None:
     """Return the name of a setting that does not support cuda, or None."""
-    if config.data.context_parallel != "off":
-        return "data.context_parallel"
     return "run.exact" if config.run.exact and config.run.objective == "grpo" else None
 
 

@@ -33,6 +33,7 @@ import torch
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
+from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
@@ -191,7 +192,8 @@ def build_trainer(
     windows: KVWindows | None = None
     if inputs.context_parallel.sizes is not None:
         in_place = decision.zero_copy.value == "on"
-        windows = KVWindows(world, inputs.context_parallel.sizes, shared=in_place)
+        device = find_device(config.run.device, world.host_rank)
+        windows = KVWindows(world, inputs.context_parallel.sizes, shared=in_place, device=device)
 
     def clock() -> float:
         return perf_counter() - (windows.waited_s if windows else 0.0)

@@ -158,14 +158,16 @@ BENCHES: dict[str, tuple[int, tuple[object, ...]]] = {
     "ranks": (2, ("--steps", 2, "--repeats", 2, "--contenders", "host_windows", "device_windows")),
     "models": (1, ()),
 }
-
+#: Tests of training with windows on the host.
+STAGED = "not windows_on_the_gpu and not benchmark and not split"
 STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     "kernels": lambda job: serial(job, "tests/comm/kernels"),
     "attention": lambda job: serial(job, "tests/models/packed/test_varlen_gpu.py", "tests/training/test_losses_gpu.py"),
     "memcheck": partial(sanitizer, tool="memcheck"),
     "racecheck": partial(sanitizer, tool="racecheck"),
     **{f"doctor-{n}": partial(doctor, ranks=n) for n in RANKS},
-    **{f"staged-{n}": partial(training, ranks=n, chosen="not windows_on_the_gpu and not benchmark") for n in RANKS},
+    **{f"staged-{n}": partial(training, ranks=n, chosen=STAGED) for n in RANKS},
+    **{f"split-{n}": partial(training, ranks=n, chosen="split") for n in RANKS if n > 1},
     **{f"windows-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
     **{f"doctor-ucx-{n}": partial(doctor, ranks=n) for n in RANKS},
     **{f"windows-ucx-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},

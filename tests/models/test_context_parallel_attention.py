@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from ranks import run_threads
 
+from odc_mpi.errors import UserError
 from odc_mpi.models import context_parallel_attention
+from odc_mpi.models.context_parallel_attention import _Kernel
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 CUTS = [(0, 13), (0, 7, 13), (0, 1, 13), (0, 12, 13), (0, 5, 9, 13), (0, 6, 8, 10, 13)]
 
 
-def draw(dtype=torch.float32, tokens=13):
+def draw(dtype=torch.float32, tokens=13, size=SIZE):
     generator = torch.Generator().manual_seed(tokens)
-    shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    shapes = [(1, heads, tokens, size) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
@@ -84,3 +86,100 @@ def test_no_matrix_of_tokens_by_tokens_is_made():
         )
         output.backward(upstream[:, :, 256:])
     assert 0 < largest <= 256 * HEADS * SIZE < 256 * 256
+
+
+@pytest.fixture
+def gpu_kernels():
+    """The operators for GPUs on the host, with what their kernels require of the arguments."""
+    aten, calls = torch.ops.aten, []
+    seed = torch.zeros(2, dtype=torch.uint64)
+
+    def check(query, *others):
+        for x in (query, *others):
+            assert x.shape[3] == query.shape[3] and x.shape[3] % 8 == 0 and x.stride(3) == 1
+        calls.append(query.dtype)
+
+    def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale):
+        check(query, key, value)
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        return output, lse.contiguous(), None, None, query.shape[2], key.shape[2], seed, seed, seed
+
+    def flash_backward(grad, query, key, value, output, lse, q, k, max_q, max_k, dropout_p, is_causal, *_, scale):
+        check(query, grad, key, value, output)
+        assert q is k is None and (max_q, max_k) == (query.shape[2], key.shape[2]) and lse.is_contiguous()
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, lse, 0.0, is_causal, scale=scale
+        )
+
+    def efficient(query, key, value, bias, with_lse, dropout_p=0.0, is_causal=False, *, scale):
+        check(query, key, value)
+        assert bias is None and with_lse and query.shape[1] == key.shape[1]
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        return output, F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), seed, seed
+
+    def efficient_backward(
+        grad, query, key, value, bias, output, lse, seed, offset, dropout_p, needed, is_causal=False, *, scale
+    ):
+        check(query, grad, key, value, output)
+        assert query.shape[1] == key.shape[1] and output.transpose(1, 2).is_contiguous()
+        assert lse.shape[2] % 32 == 0 and lse[:, :, query.shape[2] :].eq(torch.inf).all()
+        assert bias is None and needed == [True, True, True, False]
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, lse[:, :, : query.shape[2]], 0.0, is_causal, scale=scale
+        )
+        return *gradients, None
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in (
+        ("flash_attention", flash),
+        ("flash_attention_backward", flash_backward),
+        ("efficient_attention", efficient),
+        ("efficient_attention_backward", efficient_backward),
+    ):
+        library.impl(f"_scaled_dot_product_{name}", function, "CPU")
+    yield calls
+    library._destroy()
+
+
+@pytest.mark.parametrize("kernel", [_Kernel.FLASH, _Kernel.EFFICIENT])
+@pytest.mark.parametrize("size", [8, 6])
+def test_arguments_of_the_kernels_for_gpus(gpu_kernels, monkeypatch, kernel, size):
+    """Rows of 6 are padded to 8; for the second kernel heads of keys are repeated, and log-sum-exps padded to 32."""
+    *inputs, upstream = draw(tokens=70, size=size)
+    expected = unsplit(inputs, upstream, None)
+    monkeypatch.setattr(context_parallel_attention, "_choose_kernel", lambda query: kernel)
+    for one, other in zip(in_chunks(inputs, upstream, None, (0, 32, 70)), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert len(gpu_kernels) == 6
+
+
+@pytest.mark.parametrize("kernel", [_Kernel.FLASH, _Kernel.EFFICIENT])
+def test_shapes_of_the_kernels_for_gpus(monkeypatch, kernel):
+    """By their registration in torch for tensors without values."""
+    monkeypatch.setattr(context_parallel_attention, "_choose_kernel", lambda query: kernel)
+    query, key, value, upstream = (x.to("meta") for x in draw(torch.bfloat16, 40, 6))
+    output, lse = context_parallel_attention._attend(query, key[:, :, :9], value[:, :, :9], None, causal=False)
+    assert (output.shape, lse.shape) == (query.shape, query.shape[:3])
+    gradients = context_parallel_attention._attend_backward(
+        upstream, query, key[:, :, :9], value[:, :, :9], output, lse, None, causal=False
+    )
+    assert [x.shape for x in gradients] == [query.shape, key[:, :, :9].shape, key[:, :, :9].shape]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability", "kernel"),
+    [
+        (torch.float32, 64, (7, 5), _Kernel.EFFICIENT),
+        (torch.bfloat16, 256, (9, 0), _Kernel.FLASH),
+        (torch.bfloat16, 264, (8, 0), _Kernel.EFFICIENT),
+        (torch.bfloat16, 64, (7, 5), None),
+    ],
+)
+def test_the_kernel_for_a_gpu(monkeypatch, dtype, size, capability, kernel):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = torch.empty(1, 2, 3, size, dtype=dtype, device="meta")
+    if kernel is not None:
+        assert context_parallel_attention._choose_kernel(query) is kernel
+        return
+    with pytest.raises(UserError, match=r"bfloat16 needs a GPU of compute capability 8\.0 or more, got 7\.5: set"):
+        context_parallel_attention._choose_kernel(query)

@@ -15,6 +15,9 @@ A rank Puts a flag into the window of the rank that waits for it, so every rank 
 integers that never decrease, even from one sequence to the next. They therefore need no reset, and a torn read returns
 at most the new value (see `comm.reduce.mailbox`).
 
+On a GPU, `publish_kv` and `send_kv_grads` start copies into the window. The flags for these copies are set when
+`earlier_kv` and `accumulate_kv_grads` begin, so kernels launched in between run during the copies (see `kv_windows`).
+
 Note: slots
     Keys and values have one slot per layer. These slots become free after KV_RELEASED from all later chunks. Gradients
     have two slots, which alternate between layers. Each becomes free after GRAD_CONSUMED from all earlier chunks.
@@ -93,6 +96,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
         """Wait for the keys and values of each earlier chunk in a layer, and yield them in chunk order. One-sided."""
+        self._windows.complete_copies()
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
             self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)
@@ -120,6 +124,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         Waits for the contributions and adds them in chunk order, in float32 or in the dtype of `grads` if that is
         wider. The result has the dtype of `grads`.
         """
+        self._windows.complete_copies()
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         total_key, total_value = (part.to(wide, copy=True) for part in grads)
         number = self._num_done_backward(layer)

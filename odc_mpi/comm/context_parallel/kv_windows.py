@@ -1,4 +1,9 @@
-"""Windows and flags through which `comm.context_parallel.kv_exchange` exchanges keys, values and their gradients."""
+"""Windows and flags through which `comm.context_parallel.kv_exchange` exchanges keys, values and their gradients.
+
+The windows are in host memory. A GPU copies to and from them asynchronously, in stream order with its kernels. Flags
+that are set while such copies are in flight are held back until `complete_copies`, which waits for the copies: another
+rank may only read what has arrived in a window, and only overwrite what has left it.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,6 +13,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from odc_mpi.comm.buffers import BufferPool, copy_host, empty_host
+from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.rma import Window, align_up
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import wait_until
@@ -64,12 +71,13 @@ class KVWindows:
     Args:
         sizes: Sizes of the slots. Must be the same on all ranks.
         shared: If True, ranks on the same node map each other's memory and read it directly.
+        device: GPU of the keys and values, or None if they are on the host.
 
     Attributes:
         waited_s: Total time that this rank has waited for flags, in seconds.
     """
 
-    def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:
+    def __init__(self, world: World, sizes: KVSizes, *, shared: bool, device: Device | None = None) -> None:
         assert 0 < sizes.num_layers < MAX_LAYERS
         self.world, self.sizes = world, sizes
         world.require_shared_memory(sizes.num_bytes, "the keys and values of split sequences")
@@ -81,6 +89,14 @@ class KVWindows:
         self._unflushed: set[int] = set()
         # Flags (kind, rank, value) to wait for before a slot is free, by the offset of the slot.
         self._busy_until: dict[int, list[tuple[int, int, int]]] = {}
+        self._device = device
+        # If the driver refuses to pin this memory, for example because another array shares a page, the CPU copies.
+        mapped = self._memory.mapped_memory
+        self._pinned = mapped if device is not None and device.register(mapped) else None
+        self._pool = BufferPool(empty_host if device is None else device.empty_pinned)
+        # Events of copies in flight with the memory that must not be reused before, and flags that wait for them.
+        self._copies: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._held_flags: list[tuple[int, Sequence[int], int, str]] = []
         self.waited_s = 0.0
         self._open = True
         world.on_close(self.close)
@@ -91,6 +107,10 @@ class KVWindows:
         if self._open:
             self._open = False
             del self._flag_values
+            self._finish_copies()
+            if self._device is not None and self._pinned is not None:
+                self._device.unregister(self._pinned)
+                self._pinned = None
             with self.world.collective("freeing the windows of chunks"):
                 self._flags.free()
                 self._memory.free()
@@ -118,16 +138,31 @@ class KVWindows:
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's window at byte offset `start`, and return the byte offset after it."""
+        """Copy a tensor into this rank's window at byte offset `start`, and return the byte offset after it.
+
+        From a GPU, the copy is only started.
+        """
         stop = start + tensor.nbytes
-        self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        window = self._memory.tensor[start:stop]
+        if self._device is None:
+            window.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            return stop
+        source = tensor.contiguous().view(-1).view(torch.uint8)
+        buffer = window if self._pinned is not None else self._acquire(tensor.nbytes)
+        copied = self._device.copy(buffer, source, self._device.record_event())
+        if buffer is window:
+            self._copies.append((copied, source))
+        else:
+            copied.synchronize()
+            copy_host(window, buffer)
         return stop
 
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
         """Read keys and values, or their gradients, from the window of `rank` at byte offset `start`. One-sided.
 
         The result has the device, dtypes and shapes of `template`, except for the number of tokens, which is `tokens`.
-        It is a view if this rank maps the window and `template` is on the host. `what` describes the read in messages.
+        It is a view if this rank maps the window and `template` is on the host. On a GPU, kernels that are enqueued
+        later on the current stream can use it. `what` describes the read in messages.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
@@ -136,16 +171,29 @@ class KVWindows:
         if shard is not None:
             data = shard[start : start + sum(sizes)]
         else:
-            data = torch.empty(sum(sizes), dtype=torch.uint8)
+            data = self._acquire(sum(sizes))
             with self.world.deadline(what, [rank]):
                 self._memory.get(rank, data.numpy(), start)
                 self._memory.flush()
+        if self._device is not None:
+            source = data
+            if shard is not None and self._pinned is None:
+                source = self._acquire(data.numel())
+                copy_host(source, data)
+            data, copied = self._device.upload(source)
+            self._copies.append((copied, source))
         parts = zip(data.split(sizes), shapes, template, strict=True)
-        key, value = (part.view(like.dtype).view(shape).to(like.device) for part, shape, like in parts)
+        key, value = (part.view(like.dtype).view(shape) for part, shape, like in parts)
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Start setting this rank's flag of kind `kind` to `value` on each rank in `ranks`. One-sided."""
+        """Start setting this rank's flag of kind `kind` to `value` on each rank in `ranks`. One-sided.
+
+        While copies are in flight, this only schedules the flags for the next `complete_copies`.
+        """
+        if self._copies:
+            self._held_flags.append((kind, ranks, value, what))
+            return
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank
@@ -159,8 +207,20 @@ class KVWindows:
         # Over a network, a Put may not leave before a later MPI call.
         self.world.comm.Iprobe()
 
+    def complete_copies(self) -> None:
+        """Wait for the copies from and to a GPU, and start setting the flags that were held back. One-sided.
+
+        Call this after launching the kernels that need not wait, and before waiting for another rank, which may itself
+        be waiting for these flags.
+        """
+        self._finish_copies()
+        held, self._held_flags = self._held_flags, []
+        for kind, ranks, value, what in held:
+            self.set_flags(kind, ranks, value, what)
+
     def flush(self, what: str) -> None:
         """Wait until all flags set by this rank have arrived. One-sided. `what` describes the wait in messages."""
+        self.complete_copies()
         with self.world.deadline(what, self._unflushed):
             for rank in self._unflushed:
                 self._flags.flush(rank)
@@ -174,7 +234,19 @@ class KVWindows:
             return bool(self._flag_values[kind * self.world.size + rank] >= value)
 
         if not is_set():
+            self.complete_copies()
             began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_FLAG_NAMES[kind]} of {what}", [rank]):
                 wait_until(is_set, self.world.progress.poke)
             self.waited_s += time.perf_counter() - began
+
+    def _acquire(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory, `[num_bytes]` uint8, pinned if there is a GPU, which is reused once unreferenced."""
+        buffer = self._pool.acquire(num_bytes, torch.uint8)
+        self._pool.release(buffer)
+        return buffer
+
+    def _finish_copies(self) -> None:
+        for event, _ in self._copies:
+            event.synchronize()
+        self._copies.clear()

@@ -172,6 +172,20 @@ class Device:
             destination.copy_(source, non_blocking=True)
         return _record(stream)
 
+    def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Start copying pinned host memory to new device memory. The current stream waits for the copy.
+
+        Do not modify `source` before the returned event has completed.
+        """
+        computing = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.stream(self._fetch_stream):
+            # This memory belongs to the copy stream, so the copy does not wait for kernels that are enqueued already.
+            copy = source.to(self.torch_device, non_blocking=True)
+        event = _record(self._fetch_stream)
+        computing.wait_event(event)
+        copy.record_stream(computing)
+        return copy, event
+
     def copy_to_peer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         """Start an asynchronous copy to mapped memory of another rank. Thread-safe.
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from late_device import LateDevice
 
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
@@ -23,6 +24,27 @@ def windows(request, world):
     yield made
     made.close()
     made.close()
+
+
+@pytest.fixture(params=[(True, True), (False, True), (True, False)], ids=["in_place", "gets", "not_pinned"])
+def late_windows(request, world):
+    shared, can_register = request.param
+    device = LateDevice(copy_s=0.002, can_register=can_register)
+    made = KVWindows(world, KVSizes(LAYERS, TOKEN_BYTES, TOKENS, TOKENS), shared=shared, device=device)
+    assert bool(device.registered) == can_register
+    put, flags = made._flags.put, made._flags
+
+    def put_after_copies(*args):
+        assert not device.unfinished, "a flag is set before a copy is done"
+        put(*args)
+
+    flags.put = put_after_copies
+    yield made
+    assert device.copies > LAYERS and not device.unfinished
+    # Only what is in a mapped and pinned window needs no buffer.
+    assert (made._pool.peak_bytes == 0) == (shared and can_register)
+    made.close()
+    assert not device.registered
 
 
 def draw(seed):
@@ -98,6 +120,17 @@ def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
         if world.rank in ranks:
             slow = (lambda layer: time.sleep(0.03)) if world.rank == slowed else (lambda layer: None)
             results[seed] = run_chunk(windows, turn, seed, bounds, ranks, slow)
+    for seed, bounds, ranks in list_splits(world):
+        assert_unsplit(world, seed, bounds, ranks, results.get(seed))
+
+
+@pytest.mark.sizes(2, 3)
+def test_flags_follow_the_copies_of_a_device(late_windows, world):
+    """What has not arrived in a window is NaN, and what is overwritten before it has left is noticed."""
+    results = {}
+    for turn, (seed, bounds, ranks) in enumerate(list_splits(world), 1):
+        if world.rank in ranks:
+            results[seed] = run_chunk(late_windows, turn, seed, bounds, ranks)
     for seed, bounds, ranks in list_splits(world):
         assert_unsplit(world, seed, bounds, ranks, results.get(seed))
 

@@ -1,16 +1,21 @@
 """Training on a GPU that the ranks share: `make test-gpu`; elsewhere skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
 import os
+from functools import partial
 
 import gpu as benchmark
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from small_training import assert_close, configure, expected, run
 
 from odc_mpi import api
+from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
+from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.kernels import native
+from odc_mpi.models.context_parallel_attention import context_parallel_attention
 from odc_mpi.training.settings import dump
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
@@ -84,6 +89,64 @@ def test_compiling_layers_with_adapters_changes_nothing_on_a_gpu(world, dataset_
     torch._dynamo.reset()
     assert losses[1] == pytest.approx(losses[0], rel=TOLERANCES["bfloat16"])
     assert losses[0][-1] != losses[0][0]
+
+
+def attend(inputs, upstream, attention):
+    """Output and gradients, in fp64."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    output = attention(*leaves)
+    return [x.detach().double() for x in (output, *torch.autograd.grad(output, leaves, upstream))]
+
+
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("shared", [True, False], ids=["in_place", "gets"])
+@pytest.mark.parametrize("size", [20, 64, 320])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_attention_is_that_of_whole_sequences_in_fp64(world, exact_fp32, shared, size, dtype):
+    """Each array by its norm. Rows of 20 are padded; FlashAttention takes no rows of 320."""
+    tokens, heads, groups = 3000, 8, 2
+    device = find_device("cuda", world.host_rank)
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(1, n, tokens, size) for n in (heads, groups, groups, heads)]
+    *inputs, upstream = (torch.randn(shape, generator=generator).to(device.torch_device, dtype) for shape in shapes)
+    whole = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    exact = attend([x.double() for x in inputs], upstream.double(), whole)
+    bounds = [tokens * i // world.size for i in range(world.size + 1)]
+    own = slice(*bounds[world.rank : world.rank + 2])
+    windows = KVWindows(world, KVSizes(1, 2 * groups * size * 4, tokens, tokens), shared=shared, device=device)
+    assert windows._pinned is not None
+    for number in (1, 2):  # the second one reuses the slots
+        with WindowKVExchange(windows, number, bounds, range(world.size), "a sequence") as exchange:
+            chunk = attend(
+                [x[:, :, own] for x in inputs],
+                upstream[:, :, own],
+                lambda *states, exchange=exchange: context_parallel_attention(*states, None, 0, exchange),
+            )
+        for name, part, wanted in zip("oqkv", chunk, exact, strict=True):
+            distance = (part - wanted[:, :, own]).norm() / wanted[:, :, own].norm()
+            assert distance < (1e-5 if dtype == torch.float32 else 2e-2), (name, number, distance)
+    windows.close()
+
+
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("changes", [{}, {"comm.zero_copy": "off", "model.gradient_checkpointing": "true"}])
+@pytest.mark.parametrize("param_dtype", TOLERANCES)
+def test_split_sequences_train_as_whole_ones(world, dataset_path, exact_fp32, changes, param_dtype):
+    """Of up to 40 tokens, in chunks of at most 20."""
+    settings = {"run.device": "cuda", "comm.window_device": "cpu", "model.param_dtype": param_dtype} | changes
+    settings |= {"data.balance": "dynamic"}
+    _, metrics, state = run(configure(dataset_path, **settings), world)
+    settings |= {"data.context_parallel": "auto", "data.max_tokens_per_microbatch": 20}
+    dataset, split, parameters = run(configure(dataset_path, **settings), world)
+    assert sum(m["num_cut_sequences"] for m in split) > 0
+    losses, _ = expected(configure(dataset_path), dataset)
+    assert [m["loss"] for m in split] == pytest.approx(losses, rel=TOLERANCES[param_dtype])
+    exact = param_dtype == "float32"
+    tolerance = 1e-5 if exact else TOLERANCES[param_dtype]
+    assert [m["loss"] for m in split] == pytest.approx([m["loss"] for m in metrics], rel=tolerance)
+    for name, wanted in state.items():
+        difference = (parameters[name].float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-3)
+        assert difference < (1e-4 if exact else 0.2), (name, difference)
 
 
 @pytest.fixture

@@ -4,13 +4,16 @@ import functools
 import time
 
 import pytest
+from late_device import LateDevice
 from small_training import assert_close, configure, expected, training
 
+from odc_mpi import api
 from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, dynamic
 from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
 from odc_mpi.errors import UserError
 from odc_mpi.training import context_parallel
+from odc_mpi.training import run as training_run
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
@@ -47,8 +50,6 @@ def train(config, world):
 
         trainer._source.next_minibatch = counting
         losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
-    if trainer._source._chunks:
-        trainer._source._chunks.windows.close()
     return inputs, losses, state, num_split
 
 
@@ -67,6 +68,23 @@ def check(config, world, min_split):
 def test_as_unsplit_sequences_on_one_process(dataset_path, world, monkeypatch):
     monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 2))
     check(configured(dataset_path), world, 10)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("changes", [{}, {"comm.zero_copy": "off", "model.gradient_checkpointing": "true"}])
+def test_chunks_on_a_device(dataset_path, world, monkeypatch, changes):
+    """Host memory stands in for the device; its copies are late."""
+    device = LateDevice()
+    for module in (api, training_run):
+        monkeypatch.setattr(module, "find_device", lambda kind, host_rank: device)
+    monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
+    inputs, losses, state, num_split = train(
+        configured(dataset_path, **{"run.device": "cuda", "comm.window_device": "cpu"} | changes), world
+    )
+    wanted, parameters = expected(configured(dataset_path, **changes), inputs.dataset)
+    assert num_split >= 10 and device.copies and not device.unfinished
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert_close(state, parameters)
 
 
 @pytest.mark.sizes(3, 4)

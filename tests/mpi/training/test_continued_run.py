@@ -125,7 +125,7 @@ def test_device_and_dtype_are_chosen_alike_on_all_ranks(world, dataset_path, mon
         dataset_path, **{"run.device": "auto", "data.context_parallel": "auto", "data.balance": "dynamic"}
     )
     config, notes = resolve_settings(split, world)
-    assert config.run.device == "cpu" and notes["run.device"] == " (auto: data.context_parallel requires it)"
+    assert config.run.device == "cuda" and notes["run.device"] == " (auto: each rank has a GPU)"
     config, notes = resolve_settings(configure(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
     assert (config.run.device, config.model.param_dtype, notes) == ("cpu", "bfloat16", {})
 
