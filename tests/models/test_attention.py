@@ -209,7 +209,8 @@ def test_one_call_for_all_lengths(monkeypatch, stand_in, window, scaling, prompt
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_other_features_are_calls_per_sequence(stand_in, given):
+def test_other_features_are_calls_per_sequence(monkeypatch, stand_in, given):
+    monkeypatch.setattr(varlen, "PLANNED_MULTIPLE", 12)
     packed_attention(None, *draw(12), **{"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 5, 12]), **given})
     assert stand_in.bounds == []
 

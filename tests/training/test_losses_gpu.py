@@ -9,7 +9,7 @@ import torch
 from packed_models import packed_model
 from pair_files import write_pairs
 from tiny_qwen2 import SIZES
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, masking_utils
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.pairs.microbatch import read_pairs
@@ -48,7 +48,9 @@ def group():
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
-def test_the_host_does_not_wait_for_a_loss(tmp_path, name):
+def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
+    # It waits once per forward, to find out whether there are several sequences.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     kind = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1} if name == "reward" else {}
     heads = {"hidden_size": 8 * SIZES["num_attention_heads"], "attention_dropout": 0.0}
     module = packed_model(**kind, **heads, pad_token_id=0).to("cuda", torch.bfloat16)

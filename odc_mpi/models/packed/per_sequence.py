@@ -1,10 +1,15 @@
 """Attention of packed sequences with all features. Each group of sequences of equal length is one kernel call."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+#: Divisor of the lengths for which cuDNN may plan, in tokens.
+PLANNED_MULTIPLE = 512
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 #: Maximum number of tokens when sequences of equal length are batched into one call. With more tokens, the work of a
 #: call outweighs its overhead, and eager attention would need too much memory for the scores.
 _MAX_TOKENS = 4096
@@ -70,7 +75,9 @@ def attend(
     chunks = num_keys
     if chunk_size is not None:
         chunks = [min(chunk_size, n - begin) for n in num_keys for begin in range(0, n, chunk_size)]
-    output = _attend_packed(kernel, chunks, query, key, value)
+    # cuDNN takes 0.1 s to plan for each new length.
+    with sdpa_kernel(_WITHOUT_PLANS) if query.is_cuda and any(n % PLANNED_MULTIPLE for n in chunks) else nullcontext():
+        output = _attend_packed(kernel, chunks, query, key, value)
     if any(prompts):
         sequences = zip(output.split(num_keys, 2), prompts, strict=True)
         output = torch.cat([sequence[:, :, prompt:] for sequence, prompt in sequences], 2)

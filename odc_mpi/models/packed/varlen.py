@@ -9,14 +9,18 @@ from itertools import accumulate
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from odc_mpi.models.packed.per_sequence import with_prompts
+from odc_mpi.models.packed.per_sequence import PLANNED_MULTIPLE, with_prompts
 
 _forward = torch.ops.aten._flash_attention_forward.default
 
 
 def is_faster(lengths: list[int]) -> bool:
-    """Return True if one call for all sequences is faster than `per_sequence.attend`."""
-    return len(lengths) > 1
+    """Return True if one call for all sequences is faster than `per_sequence.attend`.
+
+    For a single long sequence cuDNN is faster, but it takes 0.1 s to plan for each new length (H100; see
+    benchmarks/notes/gpu.md). It is used for multiples of `PLANNED_MULTIPLE` only, such as the maximum length.
+    """
+    return len(lengths) > 1 or lengths[0] % PLANNED_MULTIPLE > 0
 
 
 def is_supported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
