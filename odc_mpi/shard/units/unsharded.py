@@ -5,7 +5,7 @@ as follows:
 
     root unit                      until the minibatch ends (`reshard_all`)
     units in a forward pass        until the forward pass returns
-    units within `cache`           until the minibatch ends, like all units in a node's shared memory (`Access.NODE`)
+    units within `cache`           until the minibatch ends, like all units whose arrays are views of shared memory
     other units                    at most max(1, prefetch) of them; the least recently used one is resharded first
 
 A lookup of `module.weight` takes these steps:
@@ -206,8 +206,8 @@ class UnshardedUnits:
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
-            # A unit in the node's shared memory occupies no memory of this rank, so resharding it would free none.
-            self.cache.admit(unit, 0 if access is Access.NODE else unit.buffer_bytes())
+            # Resharding a view would free no memory.
+            self.cache.admit(unit, unit.buffer_bytes() if access is Access.COPY else 0)
         self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
 
     def _start(self, unit: Unit, fetch: Callable[[int], FetchWork]) -> None:
