@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
+from odc_mpi.comm.device.device_memory import device_shard_bytes, fit_objection, free_device_bytes
 from odc_mpi.comm.factory import (
     collective_transport,
     gradient_store_factories,
@@ -102,7 +103,11 @@ def shard_model(
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
-    decision = decision or decide_for(world, device=device)
+    if decision is None:
+        optimizes = optimizer_device == "cuda"
+        dtype = None if dtypes else param_dtype
+        size = device_shard_bytes(module, world.size, dtype, reduce_dtype, with_optimizer=optimizes)
+        decision = decide_for(world, device=device, shard_bytes=size)
     shares = False
     in_host_memory = decision.transport == "window" and not decision.windows_on_device
     if islands and not in_host_memory:
@@ -158,6 +163,7 @@ def decide_for(
     node_cache: str = "auto",
     mailbox_bytes: int = CommSettings.mailbox_bytes,
     device: str = "cpu",
+    shard_bytes: int = 0,
     tickets: bool = False,
 ) -> Decision:
     """Probe the MPI library and decide how ranks communicate. Collective. Takes up to two seconds.
@@ -182,6 +188,8 @@ def decide_for(
             array once per rank.
         mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
         device: Device that computes: "cpu" or "cuda".
+        shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
+            is on the GPU. With `window_device` "auto", the windows are on the GPUs only if there is enough memory.
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op are then an error.
 
     Raises:
@@ -200,12 +208,14 @@ def decide_for(
     # An operation may crash, so it is only tried if a choice depends on the result.
     report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
-    maps_devices = False
+    maps_devices, objection = False, None
     if computing is not None and window_device != "cpu":
         maps_devices = (world.size > 1 or zero_copy == "off") and mapping_error(world, computing) is None
+        objection = fit_objection(world, computing, shard_bytes)
         report = _with_device_report(report, world, computing)
+    on_device = computing is not None
     decision = world.run_on_all(
-        lambda: decide(report, settings, on_device=computing is not None, maps_devices=maps_devices)
+        lambda: decide(report, settings, on_device=on_device, maps_devices=maps_devices, device_objection=objection)
     )
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision
@@ -236,9 +246,7 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
     """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
-        # By identity: each rank of a host may see only a GPU of its own.
-        own = gpu_uuid(world.host_rank)
-        free, num_ranks = device.free_bytes(), world.gather_objects(own).count(own)
+        free, num_ranks = free_device_bytes(world, device)
     state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in optimized.shard_parameters()) if optimized else 0
     return free - num_ranks * state_bytes, num_ranks
 

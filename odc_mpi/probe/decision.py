@@ -153,6 +153,7 @@ def decide(
     *,
     on_device: bool = False,
     maps_devices: bool = False,
+    device_objection: str | None = None,
 ) -> Decision:
     """Decide how ranks communicate.
 
@@ -161,6 +162,7 @@ def decide(
         settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
         on_device: True if the model computes on a device.
         maps_devices: True if all ranks can map the memory of each other's devices.
+        device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.
 
     Raises:
         UserError: `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is "thread"
@@ -168,11 +170,12 @@ def decide(
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
+    allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
     has_copies = bool(report.kinds) or settings.zero_copy != "auto"
-    if maps_devices and has_copies and settings.window_device != "cpu" and settings.reduction != "accumulate":
+    if maps_devices and has_copies and allowed and settings.reduction != "accumulate":
         return _decide_mapped(report, settings)
     findings = summarize(report)
-    window_device = _window_device(report, findings, settings) if on_device else None
+    window_device = _window_device(report, findings, settings, device_objection) if on_device else None
     if window_device is not None and window_device.value == "cuda":
         peers = findings.peers
         window = Choice("create", "Win.Create on memory of the GPUs")
@@ -225,8 +228,12 @@ def _window(zero_copy: Choice) -> Choice:
     return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
 
 
-def _window_device(report: ProbeReport, findings: DeviceFindings, settings: CommSettings) -> Choice:
+def _window_device(
+    report: ProbeReport, findings: DeviceFindings, settings: CommSettings, device_objection: str | None
+) -> Choice:
     setting = settings.window_device
+    if setting == "auto" and device_objection is not None:
+        return Choice("cpu", device_objection)
     if setting == "auto" and not report.kinds and settings.zero_copy == "auto":
         return Choice("cuda", "the only rank transfers nothing")
     objection = findings.objection or findings.reduction_objections.get(settings.reduction)

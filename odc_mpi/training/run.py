@@ -34,11 +34,13 @@ from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.device.device import find_device
+from odc_mpi.comm.device.device_memory import device_shard_bytes
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
@@ -110,7 +112,7 @@ def train(
         if resume_point and resume_point.step >= config.run.steps:
             return report_already_complete(resume_point, config, world)
         start_times.end("inputs")
-        decision = decide(config, world)
+        decision = decide(config, world, inputs.model)
         start_times.end("probe")
         metadata = run_metadata(config, world, inputs, resume_point)
         check_stop = partial(_check_stop, stop, world)
@@ -156,8 +158,11 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
-def decide(config: Config, world: World) -> Decision:
-    """Choose how the ranks communicate, by calling `api.decide_for` with the settings of the run. Collective."""
+def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:
+    """Choose how the ranks communicate, by calling `api.decide_for` with the settings of the run. Collective.
+
+    Without `model`, its size is not considered.
+    """
     comm = config.comm
     has_islands = config.islands.by != "off"
     return decide_for(
@@ -169,8 +174,16 @@ def decide(config: Config, world: World) -> Decision:
         node_cache=comm.node_cache,
         mailbox_bytes=comm.mailbox_bytes,
         device=config.run.device,
+        shard_bytes=_device_shard_bytes(config, world, model) if model else 0,
         tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
     )
+
+
+def _device_shard_bytes(config: Config, world: World, model: MetaModel) -> int:
+    param_dtype = None if model.adapter else getattr(torch, config.model.param_dtype)
+    reduce_dtype = torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32
+    with_optimizer = config.optim.device == "cuda"
+    return device_shard_bytes(model.module, world.size, param_dtype, reduce_dtype, with_optimizer=with_optimizer)
 
 
 def build_trainer(

@@ -84,7 +84,9 @@ def test_shards_and_states_are_divided_among_ranks_and_caches_are_bounded_by_the
     assert "of other ranks, in place" not in apart and apart["parameter cache"] > 0
     narrow, on_gpu = sizes(MODEL, "--model.param_dtype=bfloat16", "--run.device=cuda", "--optim.device=cuda", ranks=2)
     assert narrow["fp32 masters"] == 2 * narrow["parameters"] == half["parameters"]
-    assert {"optimizer", "fp32 masters", "activations", "fetched units"} < on_gpu and "parameters" not in on_gpu
+    assert {"optimizer", "fp32 masters", "activations", "fetched units", "parameters", "gradients"} < on_gpu
+    _, on_gpu = sizes(MODEL, "--run.device=cuda", "--optim.device=cuda", "--comm.window_device=cpu", ranks=2)
+    assert "optimizer" in on_gpu and not {"parameters", "gradients"} & on_gpu
     small, _ = sizes(MODEL, "--model.gradient_checkpointing=true")
     assert small["activations"] < whole["activations"] * 0.7
     eager, _ = sizes(MODEL, "--model.attn_implementation=eager")

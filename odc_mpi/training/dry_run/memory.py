@@ -59,7 +59,10 @@ def estimate_memory(
         accumulates: True if a rank may have several microbatches per step, and so caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
-    shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
+    # On several nodes only if the doctor has proved the operations, which is not known here.
+    is_auto = config.comm.window_device == "auto" and config.islands.by == "off"
+    maps_gpus = is_auto and num_ranks <= ranks_per_node
+    shards_on_gpu = gpu and (config.comm.window_device == "cuda" or maps_gpus)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
     nodes = {str(first): min(ranks_per_node, num_ranks - first) for first in range(0, num_ranks, ranks_per_node)}
     island_size = ranks_per_island(config.islands.by, nodes)

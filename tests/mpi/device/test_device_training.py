@@ -5,8 +5,11 @@ import torch
 from late_device import LateDevice
 from small_training import assert_like_plain, configure, expected, run
 from test_device_transport import LateDeviceWindow
+from torch import nn
 
 from odc_mpi import api
+from odc_mpi.comm.device import device_memory
+from odc_mpi.comm.device.device_memory import device_shard_bytes
 from odc_mpi.comm.device.device_stores import DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
@@ -167,3 +170,19 @@ def test_the_only_rank_refuses_the_graph_of_parameters_that_have_changed(world, 
         later.backward()
     model.publish()
     model.close()
+
+
+def test_shards_that_exceed_the_memory_of_a_gpu_are_on_the_host(world, monkeypatch):
+    device = LateDevice()  # with 1 GiB of free memory
+    monkeypatch.setattr(api, "find_device", lambda kind, local_rank: device)
+    monkeypatch.setattr(device_memory, "gpu_uuid", lambda host_rank: "shared")
+    share = int(0.75 * 2**30) // world.size
+    for size, wanted in ((share, "cuda"), (share + 1, "cpu")):
+        needed = size if world.rank == world.size - 1 else 0
+        choice = api.decide_for(world, device="cuda", shard_bytes=needed).window_device
+        assert choice.value == wanted
+    assert choice.reason.startswith(f"the shards of rank {world.size - 1} need ")
+    module = nn.Linear(1000, 100, dtype=torch.bfloat16)
+    module.bias.requires_grad_(False)
+    counts = [device_shard_bytes(module, 3, torch.bfloat16, torch.float32, with_optimizer=on) for on in (False, True)]
+    assert counts == [-(-(100_100 * 2 + 100_000 * 4) // 3), -(-(100_100 * 2 + 100_000 * 16) // 3)]
