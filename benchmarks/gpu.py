@@ -1,6 +1,6 @@
 """Measure bandwidths of a GPU and its link, the CUDA kernels of odc_mpi, and the overhead of a training step.
 
-    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # else windows on GPUs are omitted
+    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # needed only to measure MPI windows on GPUs
     mpiexec -n 2 python benchmarks/gpu.py [--parts bandwidths kernels step ranks] [--sizes 4M,16M,64M] [--repeats 7]
     mpiexec -n 1 python benchmarks/gpu.py --parts step [--config FILE] [--steps 4] [--contenders device_windows]
 
@@ -9,11 +9,11 @@
     step         rank 0 as a job of one rank, while the others wait: training compared with plain torch (`gpu_step.py`)
     ranks        all ranks: training compared with processes that exchange nothing (`gpu_ranks.py`)
 
-Operations on GPU windows may crash or hang even if a doctor has proved them. So all of the above is measured without
-them first; then, if they are to be used, bandwidths and steps are measured again with them and with all other variants
-in the same run. Rank 0 prints the object as a line of JSON after each part: the last line has all results. A part that
-fails is in `left_out`, as a contender is in that of its part, with a reason that begins with `failed`, and different
-losses as `agreement`; the exit code is then 1.
+MPI operations on GPU windows may crash or hang even if the doctor's tests passed. Everything is therefore measured
+without them first; then, if they are to be used, `bandwidths`, `step` and `ranks` are measured again with them and all
+other variants. Rank 0 prints the results so far as a line of JSON; the last line has all. `left_out` of the result
+names failed parts, and `left_out` of a part failed contenders, each with a reason that begins with `failed`;
+`agreement` there means that losses differ. The exit code is 1 after a failure.
 
     library, ranks, nodes, repeats, devices, torch, load_average ([before, after], the node's over a minute)
     left_out     {what: reason}: variants, parts, and `step_device_windows`, `ranks_device_windows`

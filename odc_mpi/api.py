@@ -170,8 +170,8 @@ def decide_for(
 
     The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
     `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs with the same MPI library, environment and hosts.
-    Windows on GPUs are not probed, because a trial may crash the job. Instead, the results of the last `odc-mpi doctor`
-    with the same layout of ranks and GPUs are used.
+    On one node, it is also tested whether ranks can map each other's GPU memory. MPI operations on GPU memory are not
+    tried, because they may crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
@@ -208,14 +208,22 @@ def decide_for(
     # An operation may crash, so it is only tried if a choice depends on the result.
     report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
-    maps_devices, objection = False, None
+    maps_devices, not_mapped, objection = False, "", None
     if computing is not None and window_device != "cpu":
-        maps_devices = (world.size > 1 or zero_copy == "off") and mapping_error(world, computing) is None
+        if world.num_nodes == 1 and (world.size > 1 or zero_copy == "off"):
+            not_mapped = mapping_error(world, computing) or ""
+            maps_devices = not not_mapped
         objection = fit_objection(world, computing, shard_bytes)
         report = _with_device_report(report, world, computing)
-    on_device = computing is not None
     decision = world.run_on_all(
-        lambda: decide(report, settings, on_device=on_device, maps_devices=maps_devices, device_objection=objection)
+        lambda: decide(
+            report,
+            settings,
+            on_device=computing is not None,
+            maps_devices=maps_devices,
+            mapping_error=not_mapped,
+            device_objection=objection,
+        )
     )
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision

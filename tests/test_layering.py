@@ -31,6 +31,7 @@ MAY_SEE = {
             "comm.context_parallel.kv_windows",
             "comm.context_parallel.kv_exchange",
             "comm.device.device",
+            "comm.device.device_memory",
             "comm.islands.islands",
             "comm.tickets",
             "probe.decision",

@@ -153,7 +153,7 @@ class ParameterStore(ABC):
 
     @property
     def enqueues_only(self) -> bool:
-        """True if `start_fetch` only enqueues copies of a device and thus needs no thread. Valid after allocation."""
+        """True if `start_fetch` only enqueues device copies and thus needs no thread. Valid after allocation."""
         return False
 
     @abstractmethod
@@ -241,7 +241,7 @@ class GradientStore(ABC):
         """Prepare the next `push` of `gradient`, which may then run on another thread.
 
         Call this method on the computing thread after enqueuing the kernels that compute `gradient` on the current
-        stream. On a device, it records an event there, or starts to copy the gradient to the host.
+        stream. With a device, this records an event, or starts copying the gradient to the host.
         """
 
 

@@ -10,9 +10,9 @@ class Work:
     """Handle for a fetch or push in flight.
 
     Args:
-        operation: Function that completes this rank's part of the operation, on any thread. If a device is then still
-            copying, the function returns the event of the copy, otherwise None. Until it returns, the handle keeps a
-            reference to it and thus to its buffers. None means that the fetch or push is already complete.
+        operation: Function that completes this rank's part of the operation, on any thread, and returns the event of a
+            device copy still in flight, or None. The handle references the function, and thus its buffers, until the
+            call returns. If `operation` is None, the fetch or push is already complete.
     """
 
     def __init__(self, operation: Callable[[], torch.cuda.Event | None] | None = None) -> None:
@@ -21,21 +21,20 @@ class Work:
 
     @property
     def is_done(self) -> bool:
-        """True if the operation was complete at construction, or if `wait` has returned."""
+        """True if the operation was complete at construction, or if `wait` or `complete` has returned."""
         return self._operation is None
 
     def wait(self) -> None:
         """Wait until this rank's part of the operation is complete and its buffers may be used.
 
-        On a GPU, only kernels that are later enqueued on the current stream may use the buffers: the stream waits for
-        copies in flight, not the caller. Further calls do nothing, but if the operation raised an exception, the next
-        call retries it.
+        On a GPU, this makes the current stream wait for copies in flight, not the caller: only kernels enqueued on this
+        stream afterwards may use the buffers. Further calls do not repeat the operation unless it raised an exception.
         """
         if (event := self.complete()) is not None:
             event.wait()
 
     def complete(self) -> torch.cuda.Event | None:
-        """Do as `wait`, but return the event of a copy in flight instead of making the current stream wait for it."""
+        """Like `wait`, but return the event of a copy in flight instead of making the current stream wait for it."""
         if self._operation is not None:
             self._event = self._operation()
             self._operation = None

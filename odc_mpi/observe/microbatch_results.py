@@ -1,8 +1,7 @@
-"""Results of microbatches: their losses and times, read without waits in between.
+"""Losses and times of microbatches, read without idling the GPU.
 
-On a GPU, a backward pass returns before the GPU has computed anything. Reading a loss after each microbatch would let
-the GPU idle until the next kernels are enqueued. `DeviceResults` therefore reads them at the end of the minibatch, and
-takes times from events.
+A backward pass returns before the GPU has finished it. If the host read each loss immediately, the GPU would idle until
+it got new kernels. `DeviceResults` therefore reads losses at the end of the minibatch, and measures times with events.
 """
 
 from collections import deque
@@ -18,7 +17,7 @@ from odc_mpi.observe.callback import MicrobatchResult
 
 
 class MicrobatchResults:
-    """Results of microbatches on the host, complete as soon as the backward pass returns.
+    """Results of microbatches computed on the host. Each is complete when the backward pass returns.
 
     `clock` returns a time in seconds and must not advance while this rank waits for slower ranks.
     """
@@ -58,7 +57,8 @@ class _Pending(NamedTuple):
 class DeviceResults(MicrobatchResults):
     """Results of microbatches on a GPU, complete at the end of the minibatch.
 
-    The host is at most one microbatch ahead of the GPU, since other ranks could compute what it has only enqueued.
+    The host runs at most one microbatch ahead of the GPU. Otherwise, it could claim microbatches that other ranks could
+    compute sooner.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

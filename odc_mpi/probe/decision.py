@@ -1,8 +1,10 @@
 """Choice of how ranks communicate, based on the report of a probe. Equal on all ranks. Does not use MPI.
 
-    window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, `Win.Create`
+    window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, memory that the
+                    ranks of a node map, or `Win.Create`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
-    reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
+    reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox; always a
+                    mailbox if ranks map the memory of devices
     progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
                     Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
     window_device   for a model on a GPU: the GPU if the ranks are on one node and can map the memory of each other's
@@ -153,6 +155,7 @@ def decide(
     *,
     on_device: bool = False,
     maps_devices: bool = False,
+    mapping_error: str = "",
     device_objection: str | None = None,
 ) -> Decision:
     """Decide how ranks communicate.
@@ -162,6 +165,7 @@ def decide(
         settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
         on_device: True if the model computes on a device.
         maps_devices: True if all ranks can map the memory of each other's devices.
+        mapping_error: Reason why they cannot, or "" if this was not tested.
         device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.
 
     Raises:
@@ -176,6 +180,8 @@ def decide(
         return _decide_mapped(report, settings)
     findings = summarize(report)
     window_device = _window_device(report, findings, settings, device_objection) if on_device else None
+    if window_device is not None and window_device.value == "cpu" and mapping_error and allowed:
+        window_device = Choice("cpu", f"{window_device.reason}; {mapping_error}")
     if window_device is not None and window_device.value == "cuda":
         peers = findings.peers
         window = Choice("create", "Win.Create on memory of the GPUs")
@@ -193,8 +199,8 @@ def decide(
 def _decide_mapped(report: ProbeReport, settings: CommSettings) -> Decision:
     window = Choice("map", "each rank maps the memory of the other ranks' GPUs (CUDA IPC)")
     device = Choice("cuda", window.reason if settings.window_device == "auto" else "set by comm.window_device")
-    zero_copy = Choice("off", "memory of another GPU is copied before it is used")
-    reduction = Choice("mailbox", "a rank copies gradients into the memory of the owner's GPU")
+    zero_copy = Choice("off", "parameters are copied from the owners' GPUs before use")
+    reduction = Choice("mailbox", "gradients are copied into mailboxes on the owners' GPUs")
     peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
     progress = _progress(report, peers, settings.progress, reduction.value)
     return Decision(window, zero_copy, reduction, progress, device, settings)
@@ -248,7 +254,7 @@ def _window_device(
 
 def _zero_copy_on_device(report: ProbeReport, setting: str) -> Choice:
     if report.kinds:
-        return Choice("off", "a rank cannot map the memory of another GPU")
+        return Choice("off", "parameters are fetched from the owners' GPUs before use")
     return Choice("on", ONLY_RANK_REASON) if setting == "auto" else Choice(setting, "set by comm.zero_copy")
 
 

@@ -54,8 +54,8 @@ class Objective(Callback, ABC):
     Attributes:
         loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
             subclass can set it in `on_gathered`. Its initial value must be an upper bound on all later values.
-        statistics: Values of the last microbatch, `[k]`, on the model's device. They are passed on to
-            `on_microbatch_end` as `MicrobatchResult.statistics`, so that `loss` need not wait for a GPU. Set by `loss`.
+        statistics: Further values from the last microbatch, `[k]`, such as metrics, on the model's device. Set by
+            `loss`. `on_microbatch_end` gets them as `MicrobatchResult.statistics`, so `loss` need not wait for a GPU.
     """
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)

@@ -111,9 +111,7 @@ class CommConfig:
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
     node_cache: Annotated[NodeCacheSetting, "fetch from other nodes once for all ranks of a node"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
-    window_device: Annotated[
-        WindowDeviceSetting, "run.device cuda: window memory; auto: cuda if proved or one rank"
-    ] = "auto"
+    window_device: Annotated[WindowDeviceSetting, "run.device cuda: memory of the windows (docs/gpu.md)"] = "auto"
     prefetch: Annotated[int, "number of units to fetch ahead in a thread; 0: no threads", NOT_NEGATIVE] = 1
     parameter_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to keep units until the step end"] = "auto"
     gradient_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to sum gradients before the push"] = "auto"

@@ -8,6 +8,7 @@ import pytest
 
 from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, decide, decide_collective, require_correct_data
+from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.report import Cause, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
 
 FAST = OperationResult(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
@@ -298,6 +299,8 @@ def test_gpus_have_windows_that_are_mapped_unless_their_memory_or_a_setting_is_a
     full = "the shards of rank 1 need 9G"
     little = decide(report(other_node=None), on_device=True, maps_devices=True, device_objection=full)
     assert (little.window_device.value, little.window_device.reason) == ("cpu", full)
+    for error, text in (("no CuPy", f"{RUN_DOCTOR}; no CuPy"), ("", RUN_DOCTOR)):
+        assert decide(report(), on_device=True, mapping_error=error).window_device.reason.endswith(text)
     alone = decide(report(None, None), on_device=True, device_objection=full)
     assert alone.window_device.value == "cpu"
     forced = decide(

@@ -1,8 +1,8 @@
 """Windows and flags through which `comm.context_parallel.kv_exchange` exchanges keys, values and their gradients.
 
-The windows are in host memory. A GPU copies to and from them asynchronously, in stream order with its kernels. Flags
-that are set while such copies are in flight are held back until `complete_copies`, which waits for the copies: another
-rank may only read what has arrived in a window, and only overwrite what has left it.
+The windows are in host memory. A GPU copies to them after the kernels that compute the data, and from them before the
+kernels that use it. Flags set while copies are in flight are held back until `complete_copies` has waited for the
+copies: other ranks may read only data that has arrived in a window, and overwrite only data that was copied from it.
 """
 
 import time
@@ -210,8 +210,8 @@ class KVWindows:
     def complete_copies(self) -> None:
         """Wait for the copies from and to a GPU, and start setting the flags that were held back. One-sided.
 
-        Call this after launching the kernels that need not wait, and before waiting for another rank, which may itself
-        be waiting for these flags.
+        Call this after enqueuing kernels that do not depend on other ranks, and before this rank waits for another,
+        which may be waiting for these flags.
         """
         self._finish_copies()
         held, self._held_flags = self._held_flags, []

@@ -2,8 +2,7 @@
 
 Kernels run asynchronously, in stream order. Another stream or MPI may access a buffer only after the kernels that use
 it have finished, so an event is recorded after these kernels. Waiting for an event releases the GIL and does not spin.
-Copies between host and device run on one stream per direction, and each waits for the event that is passed to it. No
-copy or addition synchronizes the whole device.
+Copies for fetches and for pushes run on a stream each. No copy or addition synchronizes the whole device.
 
 Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch through DLPack, because memory
 from the torch allocator may not be exportable to other processes (`expandable_segments`, `cudaMallocAsync`).
@@ -73,7 +72,7 @@ class Device:
                 free, total = torch.cuda.mem_get_info(self.torch_device)
                 raise UserError(
                     f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of contiguous memory, "
-                    f"got {free >> 20} MiB free of {total >> 20} ({error}): use more ranks, or set "
+                    f"got {free >> 20} of {total >> 20} MiB free ({error}): use more GPUs, or set "
                     "comm.window_device to cpu"
                 ) from None
             array = cupy.ndarray((num_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
@@ -88,29 +87,35 @@ class Device:
             return cupy.cuda.Memory(num_bytes)
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """Return a handle with which other processes on this node can `map` memory from `empty_for_windows`.
+        """Return a handle with which other processes on this node can map `memory`.
 
-        Raises `UserError` if the driver refuses.
+        `memory` must be a whole allocation from `empty_for_windows`, of a multiple of 2 MiB. Raises `UserError` if the
+        driver refuses or CuPy cannot be imported.
         """
         cupy = _cupy()
         try:
             handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(memory.data_ptr())
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(f"windows on {self.torch_device}: CUDA cannot export their memory ({error})") from None
+            raise UserError(
+                f"windows on {self.torch_device}: CUDA cannot export them ({error}): set comm.window_device to cpu"
+            ) from None
         return handle
 
     def map(self, handle: bytes, num_bytes: int) -> torch.Tensor:
-        """Map memory of another process on this node, which `export` returned, as `[num_bytes]` uint8.
+        """Map memory of another process on this node, whose `export` returned `handle`, as `[num_bytes]` uint8.
 
-        The memory may be on another GPU that this one can access. Kernels and copies of this device can use it. Call
-        `unmap` before its owner frees it. Raises `UserError` if the driver refuses.
+        The memory may be on another GPU that this GPU can access. Call `unmap` before the other process frees the
+        memory. Raises `UserError` if the driver refuses or CuPy cannot be imported.
         """
         cupy = _cupy()
         self.set_current()
         try:
             address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(f"windows on {self.torch_device}: CUDA cannot map memory of a peer ({error})") from None
+            raise UserError(
+                f"windows on {self.torch_device}: CUDA cannot map the memory of another rank ({error}): set "
+                "comm.window_device to cpu"
+            ) from None
         memory = cupy.cuda.UnownedMemory(address, num_bytes, None, self.torch_device.index)
         return torch.from_dlpack(cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
 
@@ -130,8 +135,8 @@ class Device:
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
         if not self.register(memory):
             raise UserError(
-                f"run.device: cuda needs pinned host memory, and the driver does not pin {num_bytes} more bytes: "
-                "raise the limit of locked memory (ulimit -l), or use fewer ranks on this node"
+                f"run.device: cuda needs pinned host memory, but the driver cannot pin {num_bytes} more bytes: "
+                "raise the limit of locked memory (ulimit -l), or use fewer ranks per node"
             )
         weakref.finalize(block, self._unregister, memory.data_ptr()).atexit = False
         return memory
@@ -189,14 +194,15 @@ class Device:
     def copy_to_peer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         """Start an asynchronous copy to mapped memory of another rank. Thread-safe.
 
-        As `copy`, but kernels that compute `source` must have completed, and later fetches do not wait for this copy.
+        Unlike `copy`, this waits for no event: the kernels that compute `source` must have completed. Later fetches do
+        not wait for this copy.
         """
         with torch.cuda.stream(self._push_stream), torch.no_grad():
             destination.copy_(source, non_blocking=True)
         return _record(self._push_stream)
 
     def finish_fetches(self) -> None:
-        """Wait until all copies to the device that were started by `copy` are complete."""
+        """Wait until all copies to the device that were started by `copy` or `upload` are complete."""
         _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:

@@ -9,11 +9,11 @@ Each store wraps an inner store with shards in host memory, and uses pinned memo
 The windows are registered with the CUDA driver, so that fetches and an optimizer on the device can copy from them
 directly. If the driver refuses, the CPU first copies the shards into pinned memory.
 
-Nothing waits for copies to the device on the host: the stream that uses a fetched array waits for them, and this rank
-waits before it reports its gradients as complete, because the owners may write to the windows afterwards. If all ranks
-are on one node, a fetch consists of such a copy only, and the computing thread enqueues it. A copy waits for the event
-that the computing thread has recorded for the buffer. A buffer is therefore not overwritten while kernels enqueued
-earlier still read it, and a gradient is not copied before the kernels that compute it have finished.
+The host does not wait for each copy to the device: the stream that uses a fetched array does. The host waits only to
+reuse pinned buffers, and before this rank reports its gradients as complete, because owners may then write to the
+windows. If all fetches return views of registered windows (on one node, with zero-copy), the computing thread enqueues
+the copies itself. Each copy waits for an event that the computing thread has recorded, so no buffer is overwritten
+while earlier kernels read it, and no gradient is copied before it is computed.
 
 The device holds only the units in use, so a model's shards may be larger than device memory.
 """
@@ -73,7 +73,10 @@ class PinnedMemory(ShardStorage):
         return any(0 <= array.data_ptr() - tensor.data_ptr() < tensor.nbytes for tensor in self._registered)
 
     def release_after(self, event: torch.cuda.Event, buffer: torch.Tensor) -> None:
-        """Release a buffer of the pool once `event`, that of a copy from it, has completed. May wait for older ones."""
+        """Release a buffer of the pool after the copy from it, which `event` follows.
+
+        Waits for the oldest copies if more than `MAX_COPIES` are in flight.
+        """
         self._copies.append((event, buffer))
         self._release_copied(MAX_COPIES)
 
@@ -86,7 +89,7 @@ class PinnedMemory(ShardStorage):
 
 
 class StagedParameters(ParameterStore):
-    """Parameter store that copies arrays to a device from host memory, to which the store `inner` fetches them.
+    """Parameter store that copies arrays from host memory, where the store `inner` provides them, to a device.
 
     Args:
         inner: Store with shards in host memory.

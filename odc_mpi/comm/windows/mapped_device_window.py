@@ -1,17 +1,17 @@
-"""Windows in device memory that the ranks of a node map with CUDA IPC, and that MPI does not access.
+"""Device-memory windows that the ranks of a node map with CUDA IPC. MPI does not access them.
 
-The ranks must be on one node. A rank reads and writes the memory of other ranks with asynchronous copies of its device.
-Between GPUs with a direct connection, copy engines do this without their multiprocessors. Kernels and copies that use
-the memory must be synchronized with events, and with other ranks through MPI.
+A rank accesses the memory of other ranks by asynchronous copies on its device. Between directly connected GPUs, copy
+engines do this without the multiprocessors. Events order accesses within a rank, and MPI orders those of several ranks.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.rma import WindowFactory, align_up
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.runtime.world import World
 
 #: Allocations have a multiple of this size in bytes, because smaller ones may share a handle with others.
@@ -23,11 +23,9 @@ _TEST_BYTES = 1 << 16
 class MappedDeviceWindow:
     """Zero-filled device memory of all ranks on a node, each with a shard, `[numel]` of `dtype`. Collective.
 
+    Implements the part of the interface of `Window` that needs no MPI access to the memory. `same_size` is ignored.
     Raises `AllRanksUserError` on every rank if any rank has too little device memory, cannot import CuPy, or cannot map
-    the memory of another rank. A part of the interface of `Window`, which does not use MPI.
-
-    Args:
-        same_size: True if `numel` is the same on all ranks.
+    the memory of another rank.
 
     Attributes:
         tensor: This rank's shard, `[numel]` of `dtype`.
@@ -42,9 +40,14 @@ class MappedDeviceWindow:
         handles = world.gather_objects(world.run_on_all(lambda: (device.export(memory), num_bytes)))
         self._memory = memory
         self._mapped: dict[int, torch.Tensor] = {world.rank: memory[:num_bytes]}
-        world.run_on_all(lambda: self._map(handles))
-        self._shards = {rank: mapped.view(dtype) for rank, mapped in self._mapped.items()}
-        self.tensor = self._shards[world.rank]
+        self.tensor = self._mapped[world.rank].view(dtype)
+        self._shards = {world.rank: self.tensor}
+        try:
+            world.run_on_all(lambda: self._map(handles))
+        except UserError:
+            self.free()
+            raise
+        self._shards |= {rank: mapped.view(dtype) for rank, mapped in self._mapped.items() if rank != world.rank}
 
     def mapped_shard(self, target: int) -> torch.Tensor:
         """Return a view of the shard of rank `target`."""
@@ -54,7 +57,7 @@ class MappedDeviceWindow:
         """Do nothing: events and MPI synchronize accesses."""
 
     def free(self) -> None:
-        """Free the memory. Collective. Accesses of other ranks must have ended."""
+        """Free the memory. Collective. All accesses of this rank to the window must have completed."""
         self.tensor = torch.empty(0)
         self._shards.clear()
         for rank, mapped in self._mapped.items():
@@ -77,9 +80,9 @@ def mapped_device_windows(device: Device) -> WindowFactory:
 
 
 def mapping_error(world: World, device: Device) -> str | None:
-    """Return the reason that ranks cannot map each other's device memory, or None if they can. Collective.
+    """Return the reason that prevents ranks from mapping each other's device memory, or None. Collective.
 
-    The result is the same on all ranks. Every rank writes to the memory of all ranks, reads it, and checks the data.
+    The result is the same on all ranks. Every rank writes to the memory of all ranks, then reads and checks it.
     """
     if world.num_nodes > 1:
         return "ranks are on several nodes"
@@ -87,16 +90,33 @@ def mapping_error(world: World, device: Device) -> str | None:
         window = MappedDeviceWindow(world, _TEST_BYTES * world.size, torch.uint8, device)
     except UserError as error:
         return str(error)
+    errors = [_access_error(lambda: _write(world, window, device))]
+    world.wait_collective(world.comm.Ibarrier(), "testing mappings of GPU memory")
+    errors.append(_access_error(lambda: _check(world, window, device)))
+    found = [error for of_rank in world.gather_objects(errors) for error in of_rank if error]
+    window.free()
+    return found[0] if found else None
+
+
+def _access_error(access: Callable[[], None]) -> str | None:
+    try:
+        access()
+    except (UserError, RuntimeError) as error:
+        return one_line_message(error)
+    return None
+
+
+def _write(world: World, window: MappedDeviceWindow, device: Device) -> None:
     own = torch.full((_TEST_BYTES,), world.rank + 1, dtype=torch.uint8, device=device.torch_device)
     begin = _TEST_BYTES * world.rank
     for target in range(world.size):
         device.copy(window.mapped_shard(target)[begin : begin + _TEST_BYTES], own, device.record_event()).synchronize()
-    world.wait_collective(world.comm.Ibarrier(), "testing mappings of GPU memory")
-    expected, wrong = torch.arange(1, world.size + 1, dtype=torch.uint8).repeat_interleave(_TEST_BYTES), []
+
+
+def _check(world: World, window: MappedDeviceWindow, device: Device) -> None:
+    expected = torch.arange(1, world.size + 1, dtype=torch.uint8).repeat_interleave(_TEST_BYTES)
     for target in range(world.size):
         received = torch.empty_like(window.tensor)
         device.copy(received, window.mapped_shard(target), device.record_event()).synchronize()
-        wrong += [] if torch.equal(received.cpu(), expected) else [f"rank {world.rank} reads that of rank {target}"]
-    found = [error for errors in world.gather_objects(wrong) for error in errors]
-    window.free()
-    return f"mapped GPU memory has wrong data ({found[0]})" if found else None
+        if not torch.equal(received.cpu(), expected):
+            raise UserError(f"mapped GPU memory has wrong data (rank {world.rank} reading the memory of rank {target})")

@@ -1,4 +1,7 @@
-"""Attention of packed sequences with all features. Each group of sequences of equal length is one kernel call."""
+"""Attention within packed sequences, with all features: windows, chunks, sinks, dropout and soft caps.
+
+Sequences of equal length share kernel calls.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,7 +21,8 @@ _MAX_TOKENS = 4096
 def with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
     """Insert a copy of the shared prompt, of `prompts[i]` tokens, before each sequence i that shares one.
 
-    `states` are queries, keys or values, `[1, heads, tokens, head_dim]`. Sequence i has `lengths[i]` tokens.
+    `states` are queries, keys or values, `[1, heads, tokens, head_dim]`. Sequence i has `lengths[i]` tokens. A shared
+    prompt is the beginning of the nearest earlier sequence that shares none.
     """
     parts, owner = [], states
     for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
@@ -35,9 +39,10 @@ def with_sinks(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with one sink per head: an additional first key with the value 0, which is visible to all tokens.
+    """Attend with a sink per head: an extra first key, visible to all tokens, whose value is 0.
 
-    The sink is the score of this key. An additional dimension of queries and keys holds it, so that any kernel works.
+    `sinks` are the scores of these keys. They are stored in an extra dimension of queries and keys, so any kernel with
+    the keywords `scaling` and `sink` works.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
@@ -60,11 +65,12 @@ def attend(
 
     Args:
         kernel: Function that computes the causal attention of `[sequences, heads, tokens, head_dim]` queries, keys and
-            values, such as `causal`.
+            values, such as a partial of `causal`.
         query, key, value: Packed states, `[1, heads, tokens, head_dim]`.
         lengths: Number of tokens of each sequence.
         prompts: Number of tokens of the prompt that each sequence shares with an earlier one, or 0.
-        chunk_size: Number of tokens of attention chunks, which start with each sequence. None means one chunk.
+        chunk_size: Number of tokens of attention chunks, counted from the start of each sequence or of its shared
+            prompt. None means no chunks.
 
     Returns:
         Output, shaped like `query`.
@@ -138,7 +144,7 @@ def eager(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """Compute causal attention from explicit scores, which have a soft cap unless it is None."""
+    """Compute causal attention from explicit scores, soft-capped unless `softcap` is None."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

@@ -1,6 +1,6 @@
-"""Attention of packed sequences in one kernel call, by the FlashAttention of PyTorch for 16-bit types on GPUs.
+"""Attention within packed sequences in one kernel call: PyTorch's FlashAttention, for 16-bit types on GPUs.
 
-`torch.nn.attention.varlen` calls the same operator, but its arguments differ between releases of PyTorch.
+`torch.nn.attention.varlen` is not used, because its arguments differ between releases of PyTorch.
 """
 
 from functools import lru_cache
@@ -15,16 +15,16 @@ _forward = torch.ops.aten._flash_attention_forward.default
 
 
 def is_faster(lengths: list[int]) -> bool:
-    """Return True if one call for all sequences is faster than `per_sequence.attend`.
+    """Return True if one call for all sequences is expected to be faster than `per_sequence.attend`.
 
-    For a single long sequence cuDNN is faster, but it takes 0.1 s to plan for each new length (H100; see
-    benchmarks/notes/gpu.md). It is used for multiples of `PLANNED_MULTIPLE` only, such as the maximum length.
+    For a single long sequence, cuDNN is faster, but it plans for 0.1 s for each new length (H100; see
+    benchmarks/notes/gpu.md). So cuDNN is used only for lengths that are multiples of `PLANNED_MULTIPLE`.
     """
     return len(lengths) > 1 or lengths[0] % PLANNED_MULTIPLE > 0
 
 
 def is_supported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if the kernel supports the device, dtype and head size of packed `[1, heads, tokens, head_dim]`."""
+    """Return True if the kernel supports the device, dtype and head size of states `[1, heads, tokens, head_dim]`."""
     if not query.is_cuda or query.shape[3] % 8:
         return False
     grouped = query.shape[1] != key.shape[1]
@@ -40,7 +40,11 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend within each sequence, and to the prompt that it shares. For the arguments, see `per_sequence.attend`.
+    """Attend within each sequence and to its shared prompt. The first arguments are those of `per_sequence.attend`.
+
+    Args:
+        scaling: Factor for the scores. None means `head_dim ** -0.5`.
+        window: Number of most recent keys visible to a token, including its own. None means all.
 
     Returns:
         Output, `[1, tokens, heads, head_dim]`.
