@@ -85,7 +85,8 @@ def shard_model(
             the parameters are sharded across all ranks. Islands require one-sided windows in host memory. The model
             closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
-            ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
+            ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A
+            CUDA stream that uses the model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
@@ -107,7 +108,9 @@ def shard_model(
         optimizes = optimizer_device == "cuda"
         dtype = None if dtypes else param_dtype
         size = device_shard_bytes(module, world.size, dtype, reduce_dtype, with_optimizer=optimizes)
-        decision = decide_for(world, device=device, shard_bytes=size)
+        # Islands require windows in host memory.
+        window_device = "cpu" if islands and device == "cuda" else "auto"
+        decision = decide_for(world, device=device, window_device=window_device, shard_bytes=size)
     shares = False
     in_host_memory = decision.transport == "window" and not decision.windows_on_device
     if islands and not in_host_memory:

@@ -30,8 +30,12 @@ class Work:
         On a GPU, this makes the current stream wait for copies in flight, not the caller: only kernels enqueued on this
         stream afterwards may use the buffers. Further calls do not repeat the operation unless it raised an exception.
         """
-        if (event := self.complete()) is not None:
-            event.wait()
+        event = self.complete()
+        if isinstance(event, torch.cuda.Event):
+            # By default, it would be a stream of the current device.
+            event.wait(torch.cuda.current_stream(event.device))
+        elif event is not None:
+            event.wait()  # of a device in tests
 
     def complete(self) -> torch.cuda.Event | None:
         """Like `wait`, but return the event of a copy in flight instead of making the current stream wait for it."""

@@ -61,19 +61,20 @@ class DeviceResults(MicrobatchResults):
     compute sooner.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
         super().__init__(clock)
+        self._device = device
         self._pending: deque[_Pending] = deque()
 
     @override
     def begin(self) -> None:
         super().begin()
-        self._event = _record()
+        self._event = _record(self._device)
 
     @override
     def end(self, microbatch: Microbatch, values: torch.Tensor) -> list[MicrobatchResult]:
         waited_s = perf_counter() - self._began - (self._clock() - self._busy_s)
-        self._pending.append(_Pending(microbatch, values, self._event, _record(), waited_s))
+        self._pending.append(_Pending(microbatch, values, self._event, _record(self._device), waited_s))
         if len(self._pending) > 1:
             self._pending[-2].ended.synchronize()
         return []
@@ -95,9 +96,9 @@ class DeviceResults(MicrobatchResults):
         return results
 
 
-def _record() -> torch.cuda.Event:
+def _record(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True, blocking=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -93,7 +93,8 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.update = update
         self._source, self.objective = source, objective
         self.callbacks: list[Callback] = [objective, update, source, *callbacks]
-        self._results = (DeviceResults if model.device.type == "cuda" else MicrobatchResults)(clock)
+        on_gpu = model.device.type == "cuda"
+        self._results = DeviceResults(clock, model.device) if on_gpu else MicrobatchResults(clock)
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:

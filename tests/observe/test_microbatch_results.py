@@ -23,9 +23,9 @@ class Event:
 def test_results_of_a_device_are_read_at_the_end_with_the_times_of_its_events(monkeypatch):
     events = [Event(at) for at in (0, 10, 12, 32, 40, 70)]
     remaining, now = iter(events), {"wall": 0.0, "busy": 0.0}
-    monkeypatch.setattr(microbatch_results, "_record", lambda: next(remaining))
+    monkeypatch.setattr(microbatch_results, "_record", lambda device: next(remaining))
     monkeypatch.setattr(microbatch_results, "perf_counter", lambda: now["wall"])
-    results = DeviceResults(lambda: now["busy"])
+    results = DeviceResults(lambda: now["busy"], torch.device("cpu"))
     for number in range(3):
         results.begin()
         now["wall"] += 0.005

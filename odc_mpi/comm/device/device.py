@@ -65,18 +65,17 @@ class Device:
         if CuPy cannot be imported or the device has too little memory.
         """
         cupy = _cupy()
-        with cupy.cuda.Device(self.torch_device.index):
-            try:
+        try:
+            with cupy.cuda.Device(self.torch_device.index):
                 memory = self._allocate(max(1, num_bytes), cupy)
-            except cupy.cuda.runtime.CUDARuntimeError as error:
-                free, total = torch.cuda.mem_get_info(self.torch_device)
-                raise UserError(
-                    f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of contiguous memory, "
-                    f"got {free >> 20} of {total >> 20} MiB free ({error}): use more GPUs, or set "
-                    "comm.window_device to cpu"
-                ) from None
-            array = cupy.ndarray((num_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
-            return torch.from_dlpack(array)
+                array = cupy.ndarray((num_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
+                return torch.from_dlpack(array)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            raise UserError(
+                f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of contiguous memory, "
+                f"got {free >> 20} of {total >> 20} MiB free ({error}): use more GPUs, or set comm.window_device to cpu"
+            ) from None
 
     def _allocate(self, num_bytes: int, cupy: Any) -> Any:
         # By cudaMalloc, whichever allocator CuPy is configured to use.

@@ -57,6 +57,11 @@ class DeviceParameters(WindowParameters):
         self._device.finish_fetches()  # the owners of the shards may write to them afterwards
 
     @override
+    def free(self) -> None:
+        self._device.finish_fetches()  # other ranks may free their memory afterwards
+        super().free()
+
+    @override
     def sync(self) -> None:
         # Kernels that write to the windows may still be enqueued.
         self._device.record_event().synchronize()

@@ -13,6 +13,7 @@ from odc_mpi.comm.device.device_memory import device_shard_bytes
 from odc_mpi.comm.device.device_stores import DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows import device_window
 from odc_mpi.errors import UserError
@@ -186,3 +187,11 @@ def test_shards_that_exceed_the_memory_of_a_gpu_are_on_the_host(world, monkeypat
     module.bias.requires_grad_(False)
     counts = [device_shard_bytes(module, 3, torch.bfloat16, torch.float32, with_optimizer=on) for on in (False, True)]
     assert counts == [-(-(100_100 * 2 + 100_000 * 4) // 3), -(-(100_100 * 2 + 100_000 * 16) // 3)]
+
+
+def test_islands_have_windows_on_the_host_of_ranks_with_a_gpu(world, monkeypatch):
+    device = LateDevice()
+    monkeypatch.setattr(api, "find_device", lambda kind, local_rank: device)
+    model = api.shard_model(nn.Linear(8, 8), world, device="cuda", islands=Islands(world, "node"))
+    assert isinstance(model._transport.parameters, StagedParameters)
+    model.close()

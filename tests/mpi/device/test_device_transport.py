@@ -149,6 +149,16 @@ def test_owners_overwrite_parameters_after_copies_in_flight(make, world):
     transport.complete_gradients(np.zeros(1))
 
 
+def test_no_copy_is_in_flight_when_memory_is_freed(make):
+    transport = make([4000])
+    transport.publish_parameters()
+    fetch = transport.parameters.fetch(0)
+    fetch.work.complete()
+    device = transport.parameters._device
+    transport.close()
+    assert not any(device._in_flight.values())
+
+
 def test_a_push_adds_what_was_computed_before_its_event(make, world):
     """Integers, so that the sum is exact whatever the order of arrival; the kernels run when they are waited for."""
     transport = make()

@@ -117,6 +117,7 @@ def test_memory_that_cannot_be_mapped_is_not_used(world, device, monkeypatch):
         monkeypatch.setattr(device, "map", map_memory)
     error = mapping_error(world, device)
     assert (error is None) == (world.size == 1) and (error is None or "CUDA cannot map it" in error)
+    assert not device._mapped, "what other ranks mapped is unmapped"
 
 
 def test_mappings_of_other_memory_are_noticed(world, device, monkeypatch):
