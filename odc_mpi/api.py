@@ -21,14 +21,14 @@ from odc_mpi.comm.factory import (
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.mapped_device_window import mapping_error
-from odc_mpi.errors import UserError, warn
+from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
 from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
 from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds, auto_cache_bytes, node_cache_fits
+from odc_mpi.shard.cache_budget import auto_cache_bytes, check_cache_sizes, node_cache_fits, warn_about_budgets
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
@@ -101,7 +101,7 @@ def shard_model(
             on a GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
-    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
+    world.run_on_all(lambda: check_cache_sizes(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     if decision is None:
@@ -151,7 +151,7 @@ def shard_model(
         free_bytes, num_ranks, needs.maximum, parameter_cache_bytes, gradient_cache_bytes
     )
     if world.rank == 0:
-        _warn_about_budgets(model.cache_bytes, needs)
+        warn_about_budgets(model.cache_bytes, needs)
     return model
 
 
@@ -286,25 +286,6 @@ def _fits_node_cache(
     if shm_bytes is not None and num_bytes + window_bytes > shm_bytes:
         return False
     return node_cache_fits(num_bytes, available, world.local_size, parameters, gradients)
-
-
-def _check_caches(parameters: object, gradients: object) -> None:
-    for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
-        if value != "auto" and (not isinstance(value, int) or value < 0):
-            raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
-
-
-def _warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
-    for kind, budget, minimum in (
-        ("parameter", requested.parameters, needs.minimum.parameters),
-        ("gradient", requested.gradients, needs.minimum.gradients),
-    ):
-        if 0 < budget < minimum:
-            what = "unit" if kind == "parameter" else "gradient array"
-            warn(
-                f"WARNING: comm.{kind}_cache_bytes: expected 0 or at least {minimum}, the bytes of the smallest "
-                f"{what}, got {budget}: nothing is cached"
-            )
 
 
 def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from odc_mpi.comm.transport import Access, Transport
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
 from odc_mpi.shard.units.unit import Unit
 
 #: Fraction of a rank's free memory that automatic budgets leave for activations.
@@ -133,3 +133,24 @@ def auto_cache_bytes(
     first = min(needs.parameters, max(0, share - reserved)) if isinstance(parameters, str) else parameters
     second = min(needs.gradients, max(0, share - first)) if isinstance(gradients, str) else gradients
     return CacheBytes(first, second)
+
+
+def check_cache_sizes(parameters: object, gradients: object) -> None:
+    """Raise `UserError` if a cache size is neither "auto" nor a number of bytes."""
+    for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
+        if value != "auto" and (not isinstance(value, int) or value < 0):
+            raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
+
+
+def warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
+    """Warn if a cache is too small for any unit or gradient array."""
+    for kind, budget, minimum in (
+        ("parameter", requested.parameters, needs.minimum.parameters),
+        ("gradient", requested.gradients, needs.minimum.gradients),
+    ):
+        if 0 < budget < minimum:
+            what = "unit" if kind == "parameter" else "gradient array"
+            warn(
+                f"WARNING: comm.{kind}_cache_bytes: expected 0 or at least {minimum}, the bytes of the smallest "
+                f"{what}, got {budget}: nothing is cached"
+            )
