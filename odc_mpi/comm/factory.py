@@ -51,8 +51,9 @@ def gradient_store_factories(
     slots: SlotsFactory = HostSlots
     if device is not None:
         slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
+    accumulate: dict[str, GradientStoreFactory] = {"accumulate": partial(AccumulateGradientStore, kind=kind)}
     mailbox = partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots)
-    return {"mailbox": mailbox} | ({} if mapped else {"accumulate": partial(AccumulateGradientStore, kind=kind)})
+    return ({} if mapped else accumulate) | {"mailbox": mailbox}
 
 
 def window_transport(
