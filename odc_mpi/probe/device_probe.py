@@ -1,8 +1,9 @@
 """Trials of windows on devices, needed because MPI libraries do not reliably report whether they support them.
 
-All ranks create a window. For each kind of peer (on the same node, on another node), one pair of ranks tries Get, Put
-and Accumulate, with device memory and with host memory at the origin. With device memory, each of them is also tested
-for stale reads (`probe.trial`). Then every rank accumulates into its own window.
+All ranks map each other's memory, which needs no MPI, and create a window. For each kind of peer (on the same node, on
+another node), one pair of ranks tries Get, Put and Accumulate, with device memory and with host memory at the origin.
+With device memory, each of them is also tested for stale reads (`probe.trial`). Then every rank accumulates into its
+own window.
 
 Because an unsupported operation may crash the process or never return, these trials run only in child processes of
 `odc-mpi doctor`, which caches the results. Training runs only read the cache.
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.device_window import DeviceWindow
+from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.comm.windows.rma import as_mpi_buffer, messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
@@ -58,6 +60,8 @@ def try_device(
     errors = [error for error in world.gather_objects(allocation_error(device, LARGE_BYTES[-1])) if error]
     if errors:
         return report.with_problem(Problem(("device", "memory"), Cause.OTHER, errors[0]))
+    on_message(report, "device.mapping")
+    report = report.with_device(mapping_error=mapping_error(world, device) or "")
     on_message(report, "device.window")
     DeviceWindow(world, _SELF_TEST_NUMEL, torch.float32, device).free()
     report = report.with_device(window=True)

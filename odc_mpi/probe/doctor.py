@@ -74,7 +74,7 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
     report = _report(result)
     _store_report(result, report)
     decision = decide(report) if report.library else None
-    on_device = decide(report, on_device=True) if report.device is not None else None
+    on_device = _decide_on_device(report, report.device) if report.device is not None else None
     if as_json:
         output = report.to_dict() | {"decision": decision and decision.to_dict()}
         print(json.dumps(output | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
@@ -84,6 +84,11 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
         lines = result.output_tail or "(none)"
         print(f"The last lines of the failed process:\n{lines}", file=sys.stderr, flush=True)
     return 0 if decision else 1
+
+
+def _decide_on_device(report: ProbeReport, device: DeviceWindows) -> Decision:
+    error = device.mapping_error if report.nodes == 1 else None
+    return decide(report, on_device=True, maps_devices=error == "", mapping_error=error or "")
 
 
 def _report(result: ChildResult) -> ProbeReport:
@@ -156,6 +161,8 @@ def _device_properties(device: DeviceWindows) -> Table:
     properties.add_row("GPUs", "; ".join(device.names))
     properties.add_row("CUDA support", f"{_YES_NO[device.cuda_support]} (MPIX_Query_cuda_support)")
     properties.add_row("memory kinds", device.alloc_kinds or "no answer")
+    mapping = "no answer" if device.mapping_error is None else device.mapping_error or "yes"
+    properties.add_row("mapped by ranks", mapping)
     properties.add_row("GPU windows", f"created: {created}, Accumulate to self: {to_self}")
     return properties
 

@@ -211,7 +211,12 @@ import os, signal, sys, time
 sys.path.insert(0, {stand_in!r})
 from late_device import LateDevice
 from odc_mpi.runtime.start.launch import child_main
+from odc_mpi.errors import UserError
 from odc_mpi.probe import device_probe, probe, trial
+def refuse(*arguments):
+    raise UserError("CUDA cannot map it")
+if {fault!r} != "pass":
+    LateDevice.map = refuse
 probe.device_on_all_ranks = lambda world: LateDevice()
 probe.FULL = device_probe.BUDGET = probe.QUICK
 run = trial.Trials.run
@@ -250,6 +255,7 @@ def test_missing_abilities_of_a_device_are_a_stored_answer(device_doctor):
     found = answer(done)
     device = found["device"]
     assert device["window"] is True and device["own_accumulate"] is None
+    assert device["mapping_error"] == "CUDA cannot map it"
     assert device["from_device"]["same_node"]["put"]["idle_s"] > 0
     assert device["from_host"]["same_node"]["accumulate"]["idle_s"] > 0
     assert device["from_device"]["same_node"]["accumulate"]["idle_s"] is None
@@ -281,7 +287,11 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
     assert "late device" in done.out
     assert sorted(report["report"]["device"] is None for report in kept) == [False, True], "for two kinds of run"
     chosen = [line.split()[:2] for line in done.out.splitlines()]
-    assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
+    assert [row for row in chosen if row[:1] in (["with"], ["window"])][-2:] == [
+        ["with", "run.device"],
+        ["window", "map"],
+    ]
+    assert ["mapped", "by"] in chosen and ["window-device", "cuda"] in chosen
 
 
 READS = """

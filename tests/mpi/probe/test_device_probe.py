@@ -39,10 +39,18 @@ def test_every_operation_is_tried_and_right(world):
     assert report.problems == ()
     device = report.device
     assert (device.names, device.window, device.own_accumulate) == (("late device",), True, True)
+    assert device.mapping_error == ""
     assert device.cuda_support in (True, False, None)
     assert device.alloc_kinds is None or "system" in device.alloc_kinds
     tried = [f"{origin}.same_node.{name}" for name, origin in DEVICE_OPERATIONS] if world.size > 1 else []
-    assert heard[-(len(tried) + 4) :] == ["device.memory", "device.window", *tried, "device.own", None]
+    assert heard[-(len(tried) + 5) :] == [
+        "device.memory",
+        "device.mapping",
+        "device.window",
+        *tried,
+        "device.own",
+        None,
+    ]
     for name, origin in DEVICE_OPERATIONS if world.size > 1 else ():
         operation = getattr(getattr(device, origin).same_node, name)
         assert operation.one_sided is not None, (origin, name)
@@ -91,6 +99,7 @@ def test_a_value_announced_before_the_event_of_its_write_is_an_old_one(world, mo
     tried = [(name, origin) for name, origin in DEVICE_OPERATIONS if origin == "from_device"]
     monkeypatch.setattr(device_probe, "DEVICE_OPERATIONS", tried)
     monkeypatch.setattr(device_probe, "LARGE_BYTES", trial.STALENESS_BYTES)
+    monkeypatch.setattr(device_probe, "mapping_error", lambda world, device: "no file")
     monkeypatch.setattr(device_probe, "BUDGET", replace(probe.QUICK, num_staleness_reads=6, staleness_s=60.0))
 
     class Kernels(LateDevice):
