@@ -53,6 +53,7 @@ from odc_mpi.bench.measure import header, make_progress_printer, parse_sizes
 from odc_mpi.bench.transport import REDUCTIONS
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import kernels_unavailable_reason
+from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.errors import AllRanksUserError, UserError, one_line_message
 from odc_mpi.formatting import format_size
 from odc_mpi.probe.device_probe import allocation_error
@@ -211,10 +212,13 @@ class _Parts:
     def bandwidths(self, reductions: Sequence[str] = ()) -> None:
         """Measure all sizes, with windows on devices for these reductions. Collective."""
         torch.set_num_threads(self._threads)  # also after steps, whose configuration may have another number
+        mapped = self._options.window_device != "cpu" and mapping_error(self._world, self._device) is None
         where = " with windows on GPUs" if reductions else ""
         for i, num_bytes in enumerate(self._options.sizes):
             self._report(self.result, f"units of {format_size(num_bytes)}{where}")
-            size = gpu_windows.measure_size(self._world, self._device, num_bytes, self._options.repeats, reductions)
+            size = gpu_windows.measure_size(
+                self._world, self._device, num_bytes, self._options.repeats, reductions, mapped=mapped
+            )
             self.result["sizes"][i : i + 1] = [size]
         self._free()
 

@@ -31,7 +31,6 @@ from odc_mpi.bench.transport import REDUCTIONS, Variant, check, fetches, pushes,
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import gradient_store_factories, staged, window_transport
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.errors import UserError
 from odc_mpi.probe.device_decision import summarize
 from odc_mpi.probe.device_probe import allocation_error, load_device_report
@@ -64,6 +63,7 @@ class DeviceUnits:
         device: GPU of this rank; all ranks have one.
         num_bytes: Size of each full unit, a multiple of 4.
         reductions: Reductions to measure with windows on the devices; without any no such window is created.
+        mapped: Also measure windows on the devices that ranks map.
 
     Attributes:
         variants: Operations by name.
@@ -75,7 +75,9 @@ class DeviceUnits:
         UserError: Memory is insufficient, on every rank.
     """
 
-    def __init__(self, world: World, device: Device, num_bytes: int, reductions: Sequence[str] = ()) -> None:
+    def __init__(
+        self, world: World, device: Device, num_bytes: int, reductions: Sequence[str] = (), *, mapped: bool = False
+    ) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._device = world, device
         self._layout = unit_layout(num_bytes // 4, world.size)
@@ -95,9 +97,9 @@ class DeviceUnits:
             host = window_transport(world, zero_copy=in_place, reduction=reduction)
             self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
         on_device = gradient_store_factories(device=device)
-        if mapping_error(world, device) is None:
-            mapped = gradient_store_factories(device=device, mapped=True)["mailbox"]
-            transport = window_transport(world, device=device, mapped=True, reduction=mapped)
+        if mapped:
+            mailbox = gradient_store_factories(device=device, mapped=True)["mailbox"]
+            transport = window_transport(world, device=device, mapped=True, reduction=mailbox)
             self._add(transport, "fetch_mapped", "mapped", "mailbox")
         for name in reductions:
             self._add(window_transport(world, device=device, reduction=on_device[name]), "fetch_device", "device", name)
@@ -177,7 +179,7 @@ class DeviceUnits:
 
 
 def measure_size(
-    world: World, device: Device, num_bytes: int, repeats: int, reductions: Sequence[str] = ()
+    world: World, device: Device, num_bytes: int, repeats: int, reductions: Sequence[str] = (), *, mapped: bool = False
 ) -> dict[str, Any]:
     """Measure all variants for units of one size. Collective.
 
@@ -185,7 +187,7 @@ def measure_size(
         world: Ranks that run the same variant at the same time; the time is that of the slowest.
         num_bytes: Size of a unit, a multiple of 4.
         repeats: Number of rounds.
-        reductions: As for `DeviceUnits`.
+        reductions, mapped: As for `DeviceUnits`.
 
     Returns:
         Entry of `sizes` in the object of `gpu.py`.
@@ -194,7 +196,7 @@ def measure_size(
         UserError: Memory is insufficient, on every rank.
         RuntimeError: Data arrived incorrectly.
     """
-    units = DeviceUnits(world, device, num_bytes, reductions)
+    units = DeviceUnits(world, device, num_bytes, reductions, mapped=mapped)
     check(world, units.variants)
     samples = {name: partial(_sample, world, variant) for name, variant in units.variants.items()}
     times = sized_rounds(samples, repeats, SAMPLE_S, MAX_OPERATIONS, partial(slowest, world))

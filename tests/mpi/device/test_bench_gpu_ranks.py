@@ -9,6 +9,7 @@ import gpu_memory
 import gpu_step
 import gpu_windows
 import pytest
+from late_device import LateDevice
 from small_training import QWEN2, configure
 from test_device_training import pose_as_device
 
@@ -101,3 +102,8 @@ def test_memory_belongs_to_the_contender_whose_turn_it_is(device):
             device.empty_for_windows(num_bytes)
     device.empty_for_windows(1000)
     assert memory.peaks == {"a": 101, "b": 10}
+
+
+def test_windows_that_ranks_map_are_measured(world, device):
+    size = gpu_windows.measure_size(world, LateDevice(), 4000, 1, mapped=True)
+    assert {"fetch_mapped", "push_mapped_mailbox", "fetch_host"} < set(size["variants"])
