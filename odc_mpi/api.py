@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
-from odc_mpi.comm.device.device_memory import device_shard_bytes, fit_objection, free_device_bytes
+from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES, device_shard_bytes, fit_objection, free_device_bytes
 from odc_mpi.comm.factory import (
     collective_transport,
     gradient_store_factories,
@@ -32,9 +32,6 @@ from odc_mpi.shard.cache_budget import auto_cache_bytes, check_cache_sizes, node
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
-
-#: Size in bytes of the AdamW state per trainable element: two moments in fp32.
-OPTIMIZER_BYTES = 8
 
 
 def shard_model(
@@ -71,7 +68,7 @@ def shard_model(
         activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
         prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
             is 0). Each increment beyond 1 requires memory for one more unit and its gradients. If `prefetch` is
-            positive and MPI provides MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
+            positive and MPI provides MPI_THREAD_MULTIPLE, fetches that call MPI and pushes run on two separate threads.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
         decision: Decision on how ranks communicate, by default that of `decide_for(world, device=device)`. With that of

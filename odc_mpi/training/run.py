@@ -204,7 +204,7 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
     windows: KVWindows | None = None
     if inputs.context_parallel.sizes is not None:
-        in_place = decision.zero_copy.value == "on" or (decision.maps_devices and config.comm.zero_copy == "auto")
+        in_place = decision.zero_copy.value == "on"
         device = find_device(config.run.device, world.host_rank)
         windows = KVWindows(world, inputs.context_parallel.sizes, shared=in_place, device=device)
 

@@ -9,8 +9,10 @@ from odc_mpi.runtime.world import World
 
 #: Maximum share of a GPU's free memory for shards. The rest is for units in use, gradients in transit and activations.
 MAX_SHARDS_SHARE = 0.75
-#: Size of AdamW's state and of an fp32 copy, in bytes per trainable parameter.
-_OPTIMIZER_BYTES, _MASTER_BYTES = 8, 4
+#: Size in bytes of the AdamW state per trainable element: two moments in fp32.
+OPTIMIZER_BYTES = 8
+#: Size in bytes of an fp32 copy of an element.
+_MASTER_BYTES = 4
 
 
 def free_device_bytes(world: World, device: Device) -> tuple[int, int]:
@@ -37,7 +39,7 @@ def device_shard_bytes(
         itemsize = (param_dtype or parameter.dtype).itemsize
         trained_bytes = reduce_dtype.itemsize
         if with_optimizer:
-            trained_bytes += _OPTIMIZER_BYTES + (_MASTER_BYTES if itemsize < _MASTER_BYTES else 0)
+            trained_bytes += OPTIMIZER_BYTES + (_MASTER_BYTES if itemsize < _MASTER_BYTES else 0)
         num_bytes += parameter.numel() * (itemsize + trained_bytes * parameter.requires_grad)
     return -(-num_bytes // num_ranks)
 

@@ -162,6 +162,6 @@ class WindowParameters(ShardStorage, ParameterStore):
         mapped = tuple(part for part in ranges if self._window.mapped_shard(part[0]) is not None)
         unmapped: list[tuple[int, int]] = []
         for _, start, stop in sorted(others):
-            joined = unmapped and unmapped[-1][1] == start
-            unmapped[-1:] = [(unmapped[-1][0], stop)] if joined else [*unmapped[-1:], (start, stop)]
+            follows = bool(unmapped) and unmapped[-1][1] == start
+            unmapped.append((unmapped.pop()[0] if follows else start, stop))
         return FetchPlan(tuple(owner for owner, _, _ in others), tuple(gets), mapped, tuple(unmapped))

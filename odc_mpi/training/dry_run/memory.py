@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from odc_mpi.api import OPTIMIZER_BYTES, dtypes_by_parameter
+from odc_mpi.api import dtypes_by_parameter
+from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
