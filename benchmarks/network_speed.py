@@ -5,13 +5,15 @@
     python benchmarks/network_speed.py --larger                       # a Llama of 9 million parameters
     python benchmarks/network_speed.py --cache-bytes 2M               # also with this size of each of the two caches
     python benchmarks/network_speed.py --islands --ranks-per-host 2 --link "tbf rate 100mbit burst 128kb latency 400ms"
+    python benchmarks/network_speed.py --outer e3m0 --steps 30 --link "tbf rate 10mbit burst 70kb latency 400ms"
 
 Jobs with one rank on each of two hosts alternate with jobs with two ranks on one host. Each job compares in rounds, on
 the same minibatches: plain torch in processes that exchange nothing (`apart`), odc_mpi with the default sizes of
 `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes`, with `lb_mini` and with `dynamic`, and odc_mpi without
-caches. With `--islands`, only jobs on two hosts compare `apart`, the default and one island per host. Each training is
-created from scratch, so that no thread of one takes time from another. Speeds are multiples of `apart` in the same
-round, so variations of the machine's speed affect both.
+caches. With `--islands`, only jobs on two hosts compare `apart`, the default and one island per host; with `--outer`,
+these islands train separately, and synchronize every 30 steps. Each training is created from scratch, so that no thread
+of one takes time from another. Speeds are multiples of `apart` in the same round, so variations of the machine's speed
+affect both. Bytes are those of parameters and gradients per rank, and all that rank 0's host received over Ethernet.
 
 Each MPI library has its own environment: run the script with the python of each. `--link` is the argument of `tc qdisc
 add dev eth0 root`, applied to both ends of the link, so that a round trip takes twice its delay. A kernel without netem
@@ -34,7 +36,8 @@ from machine import LINK  # noqa: E402
 from two_hosts import launch, missing  # noqa: E402
 
 DATA = mpi_launch.ROOT / "runs/data/stdlib.h5"
-APART, CACHES, NO_CACHES, DYNAMIC, ISLANDS = "apart", "caches", "no caches", "caches, dynamic", "islands"
+APART, CACHES, NO_CACHES, DYNAMIC = "apart", "caches", "no caches", "caches, dynamic"
+ISLANDS, OUTER = "islands", "outer loop"
 LARGER = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -72,13 +75,13 @@ def caches(config, size):
 
 
 def train(world, name, config, steps):
-    """Train from scratch; return tokens per second, and per minibatch and rank bytes and microbatches."""
+    """Train from scratch; return tokens per second, and per step bytes of a rank, bytes of a host, microbatches."""
     from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
     from odc_mpi.bench.measure import slowest_s
     from odc_mpi.training.inputs import open_inputs
     from odc_mpi.training.run import build_trainer, decide
 
-    inputs = open_inputs(config, world.rank, world.size)
+    inputs = open_inputs(config, world.rank, world.size, world.num_nodes if config.islands.mode == "outer" else 1)
     output = []
     if name == APART:
         whole = UnshardedBaseline(config, inputs.sequence_loader)
@@ -88,12 +91,22 @@ def train(world, name, config, steps):
         step, close = trainer.step, trainer.model.close
     for _ in range(WARM_UP):
         step()
+    before = received()
     seconds = slowest_s(world, name, lambda: output.extend(step() for _ in range(steps)))
+    on_wire = (received() - before) / steps
     close()
-    over = [line.get("bytes_fetched_other_nodes", 0) + line.get("bytes_pushed_other_nodes", 0) for line in output]
+    kinds = ["bytes_fetched_other_nodes", "bytes_pushed_other_nodes"]
+    kinds += ["bytes_between_islands"] if config.islands.mode == "outer" else []
+    over = [sum(line.get(kind, 0) for kind in kinds) for line in output]
     microbatches = [(line.get("microbatches_min", 0) + line.get("microbatches_max", 0)) / 2 for line in output]
     speed = sum(line["num_input_tokens"] for line in output) / seconds
-    return speed, statistics.mean(over), statistics.mean(microbatches)
+    return speed, statistics.mean(over), on_wire, statistics.mean(microbatches)
+
+
+def received():
+    """Return the bytes that this host has received over Ethernet; 0 without such a device."""
+    counter = Path("/sys/class/net/eth0/statistics/rx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
 
 
 def job(arguments):
@@ -109,6 +122,9 @@ def job(arguments):
         torch.set_num_threads(1)
         dynamic = replace(config, data=replace(config.data, balance="dynamic"))
         ways = {APART: config, NO_CACHES: caches(config, 0), CACHES: config, DYNAMIC: dynamic}
+        if arguments.outer:
+            outer = replace(config.islands, by="node", mode="outer", wire=arguments.outer)
+            ways = {APART: config, CACHES: config, OUTER: replace(config, islands=outer)}
         if arguments.islands:
             islands = replace(config, islands=replace(config.islands, by="node"))
             ways = {APART: config, CACHES: config, ISLANDS: islands}
@@ -127,6 +143,7 @@ def run(hosts, arguments):
     command += ["--larger"] if arguments.larger else []
     command += ["--cache-bytes", arguments.cache_bytes] if arguments.cache_bytes else []
     command += ["--islands"] if arguments.islands else []
+    command += ["--outer", arguments.outer] if arguments.outer else []
     if hosts == 1:
         done = mpi_launch.finish(mpi_launch.start(2, *command), arguments.timeout_s)
     else:
@@ -150,6 +167,7 @@ def main():
         "--cache-bytes", default="", metavar="SIZE", help="size of each of the two caches, as a further variant"
     )
     parser.add_argument("--islands", action="store_true", help="compare one island per host with the default")
+    parser.add_argument("--outer", default="", metavar="WIRE", help="compare separate islands with the default")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="of the jobs on two hosts")
     parser.add_argument("--timeout-s", type=float, default=900, help="of a job")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
@@ -165,17 +183,17 @@ def main():
         subprocess.run(command, check=True)
     results = {}
     for _ in range(arguments.jobs):
-        for hosts in (2,) if arguments.islands else (2, 1):
+        for hosts in (2,) if arguments.islands or arguments.outer else (2, 1):
             for name, done in run(hosts, arguments).items():
                 results.setdefault((hosts, name), []).extend(done)
     head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'of apart':>8}  {'quartiles':>14}"
-    print(f"{head}  {'MB over the network':>20}  microbatches")
+    print(f"{head}  {'MB of a rank':>12}  {'MB of a host':>12}  microbatches")
     for (hosts, name), done in results.items():
         ratios = [speed / alone for (speed, *_), (alone, *_) in zip(done, results[hosts, APART], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        speed, over, microbatches = (statistics.median(values) for values in zip(*done, strict=True))
+        speed, over, on_wire, microbatches = (statistics.median(values) for values in zip(*done, strict=True))
         figures = f"{speed:10,.0f}  {middle:8.3f}  {f'{low:.3f} to {high:.3f}':>14}"
-        figures += f"  {over / 1e6:20.2f}  {microbatches:12.1f}"
+        figures += f"  {over / 1e6:12.4f}  {on_wire / 1e6:12.4f}  {microbatches:12.1f}"
         print(f"{hosts:5} {name:16}{figures}")
 
 

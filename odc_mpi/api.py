@@ -78,16 +78,16 @@ def shard_model(
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory in bytes on the computing device for gradients that are accumulated locally and
             pushed once per minibatch. It may differ between ranks. "auto" uses a share of the free memory.
-        islands: Islands of `world`, each of which holds all parameters (hybrid sharding, docs/islands.md). By default,
-            the parameters are sharded across all ranks. Islands require one-sided windows in host memory. The model
-            closes them.
+        islands: Islands of `world`, each of which holds all parameters (docs/islands.md). By default, the parameters
+            are sharded across all ranks. In the mode "outer", each island trains a model of its own. Islands require
+            one-sided windows in host memory. The model closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
             ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A
             CUDA stream that uses the model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
-        The sharded model, which sums gradients over the microbatches of all ranks.
+        The sharded model, which sums gradients over the microbatches of all ranks that train it.
 
     Raises:
         ValueError: An entry of `units` matches no submodule or one without a `forward` method, a dtype is not

@@ -20,12 +20,13 @@ MAY_SEE = {
     "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
     "checkpoint": {"shard", "data.tokenizer", "data.encode"},
     "probe": {"runtime", "comm"},
+    "islands": set(),
     "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),
     "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
     "training": {
-        *("api", "checkpoint", "data", "models", "observe", "rollout", "shard", "runtime"),
+        *("api", "checkpoint", "data", "islands", "models", "observe", "rollout", "shard", "runtime"),
         *(
             "comm.work_queue",
             "comm.context_parallel.kv_windows",
@@ -33,6 +34,7 @@ MAY_SEE = {
             "comm.device.device",
             "comm.device.device_memory",
             "comm.islands.islands",
+            "comm.islands.outer_exchange",
             "comm.tickets",
             "probe.decision",
         ),

@@ -16,7 +16,7 @@ from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
-from odc_mpi.comm.group import WorldGroup
+from odc_mpi.comm.group import SeparateIslandsGroup, WorldGroup
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
@@ -81,18 +81,21 @@ def window_transport(
             several ranks on this one.
         reduction: Gradient store factory: one of the values of `gradient_store_factories` for this device.
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows.
+        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows. In
+            the mode "outer", the arrays of the islands are not connected.
     """
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
     if device is None:
         group = WorldGroup(world, progress=progress, islands=islands)
+        if islands and islands.mode == "outer":
+            group = SeparateIslandsGroup(world, islands, progress=progress)
         parameters = WindowParameters(sharing, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
         transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
         if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
             cache = NodeCache(parameters)
             transport = replace(transport, parameters=cache, storages=(*transport.storages, cache))
-        if islands:
+        if islands and islands.mode == "hybrid":
             exchange = IslandExchange(islands, parameters, gradients, reduction(islands.column, reduce_dtype))
             transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
         return transport

@@ -18,7 +18,10 @@ from odc_mpi.runtime.world import World
 
 
 class WorldGroup(Group):
-    """Group of all ranks in a `World`. If `progress` is True, a background thread drives MPI progress."""
+    """Group of all ranks in a `World`. If `progress` is True, a background thread drives MPI progress.
+
+    If `islands` are given, they share one model.
+    """
 
     def __init__(self, world: World, *, progress: bool = False, islands: Islands | None = None) -> None:
         self.rank, self.size = world.rank, world.size
@@ -70,7 +73,8 @@ class WorldGroup(Group):
     @override
     def norm(self, values: np.ndarray) -> np.ndarray:
         # Not an all-reduce, whose order of addition differs from rank to rank in some libraries.
-        return self._allgather(self._norm_comm, values, "synchronizing at grad_norm").sum(axis=0)
+        rows = self._allgather(self._norm_comm, values, "synchronizing at grad_norm")
+        return np.stack([part.sum(axis=0) for part in np.split(rows, self.num_replicas)])
 
     @override
     def parameters_published(self) -> None:
@@ -103,6 +107,24 @@ class WorldGroup(Group):
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
-        gathered = np.empty((self.size, values.size))
+        gathered = np.empty((self._world.size, values.size))
         self._world.wait_collective(comm.Iallgather(values, gathered), what)
         return gathered
+
+
+class SeparateIslandsGroup(WorldGroup):
+    """Group of the ranks in this rank's island, of which each trains a model of its own.
+
+    All ranks of the world take part in the collectives.
+    """
+
+    def __init__(self, world: World, islands: Islands, *, progress: bool = False) -> None:
+        super().__init__(world, progress=progress)
+        self.rank, self.size = islands.island.rank, islands.island.size
+        self.replica, self.num_replicas = islands.index, islands.size
+        self._islands = islands
+
+    @override
+    def is_on_this_node(self, rank: int) -> bool:
+        assert self._islands is not None
+        return rank in self._islands.island.node_ranks

@@ -71,8 +71,17 @@ class Group(ABC):
     #: Number of collectives so far: synchronization points, plus fetches and pushes if they are collective.
     num_collectives: int = 0
 
-    #: Number of islands (`comm.islands`), or 1 if there are none.
+    #: Number of islands (`comm.islands`) that share one model, or 1 if there are none.
     num_islands: int = 1
+    #: Number of replicas of the model that are trained separately, each sharded across `size` ranks, and the index of
+    #: this rank's replica.
+    num_replicas: int = 1
+    replica: int = 0
+
+    @property
+    def own_rows(self) -> slice:
+        """Rows of the ranks of this rank's replica in the reports of all ranks."""
+        return slice(self.replica * self.size, (self.replica + 1) * self.size)
 
     @property
     def island(self) -> "Group":
@@ -104,11 +113,14 @@ class Group(ABC):
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the reports of all ranks, each `[k]` float64, and return them as `[size, k]`. Collective."""
+        """Gather the reports of all ranks, each `[k]` float64, as `[num_replicas * size, k]`. Collective."""
 
     @abstractmethod
     def norm(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of `values`, `[k]` float64, over all ranks, bitwise identical on every rank. Collective."""
+        """Sum `values`, `[k]` float64, over the ranks of each replica. Collective.
+
+        Returns the sums, float64 `[num_replicas, k]`, which are bitwise identical on every rank.
+        """
 
     @abstractmethod
     def parameters_published(self) -> None:
@@ -311,7 +323,7 @@ class Transport:
         return numel * self.gradients.dtype.itemsize
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete the pushes of all ranks and return their reports, each `[k]` float64, as `[size, k]`. Collective."""
+        """Complete all pushes, and gather the reports of all ranks (see `Group.gradients_complete`). Collective."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()

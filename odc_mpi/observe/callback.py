@@ -108,6 +108,9 @@ class Callback:
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
         """Process the gathered values before the optimizer step. The outcome must be the same on all ranks."""
 
+    def on_optimizer_step(self, step: Step) -> None:
+        """Change this rank's slices after the optimizer step, before they are published. May be collective."""
+
     def on_step_end(self, step: Step) -> None:
         """Process a completed step, after its updated parameters are published. May be collective."""
 

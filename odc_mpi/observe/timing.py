@@ -148,7 +148,7 @@ class TrafficReport(Callback):
 
     def __init__(self, model: sharded.ShardedModel) -> None:
         self._bytes_between_islands = model.usage.bytes_between_islands
-        self.gathered_names = (BETWEEN_ISLANDS,) if model.num_islands > 1 else ()
+        self.gathered_names = (BETWEEN_ISLANDS,) if self._bytes_between_islands else ()
 
     @override
     def local_values(self) -> tuple[float, ...]:

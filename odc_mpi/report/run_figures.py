@@ -33,6 +33,7 @@ _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     GENERATES: (Style(PURPLE), ("generate",)),
     "evaluates": (Style(SKY, "\\"), ("evaluate",)),
     "optimizer step": (Style("#8c959f"), ("optimize",)),
+    "synchronizing islands": (Style("#bf3989"), ("outer_sync",)),
     "saves": (Style(RED, "/"), ("save",)),
     FETCHES: (Style(ORANGE, "\\"), ("fetch",)),
     PUSHES: (Style(GREEN, "-"), ("accumulate",)),

@@ -63,6 +63,7 @@ class ShardedModel:
         spans: Recorder for the time that this rank spends on communication and other activities.
         usage: Time and memory that this rank has used so far.
         traffic: Counter for the bytes that this rank fetches and pushes.
+        replica_norms: Gradient norms of the last minibatch; see `clip_grad_norm_`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ShardedModel:
         self.device = transport.device
         self.spans = SpanRecorder()
         self._phases = StepPhases()
+        self.replica_norms: list[float] = []
         self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {}, transport.group.num_islands)
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
@@ -195,7 +197,7 @@ class ShardedModel:
         report = minibatch.report(self._gradient_format.local_statistics(), pushed)
         with self.spans.span("gradients_complete"):  # A in docs/ordering.md
             reports = self._transport.complete_gradients(report)
-        minibatch.receive_reports(reports)
+        minibatch.receive_reports(reports, self._transport.group.own_rows)
         minibatch.finite = self._gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self._gradient_format)
         self._phases.phase = StepPhase.COMPLETE
@@ -265,14 +267,16 @@ class ShardedModel:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Returns the total norm before scaling. If it is not finite, the gradients are not scaled.
+        Returns the total norm before scaling. If it is not finite, the gradients are not scaled. With islands that
+        train separately, this is the norm of the own island, and `replica_norms` contains those of all islands.
         """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         squares = self._gradient_format.sum_of_squares(gradients)
         with self.spans.span("grad_norm"):  # N in docs/ordering.md
             totals = self._transport.group.norm(squares)
-        norm = self._gradient_format.norm(totals)
+        self.replica_norms = [self._gradient_format.norm(total) for total in totals]
+        norm = self.replica_norms[self._transport.group.replica]
         coefficient = clip_coefficient(norm, max_norm)
         if gradients and coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
@@ -323,7 +327,20 @@ class ShardedModel:
     @property
     def num_islands(self) -> int:
         """Number of islands, each of which holds all parameters, or 1 without islands."""
-        return self._transport.group.num_islands
+        return self._transport.group.num_islands * self._transport.group.num_replicas
+
+    @torch.no_grad()
+    def overwrite_parameters(self, values: Iterable[torch.Tensor]) -> None:
+        """Overwrite the slices in `shard_parameters()` between two minibatches, and publish them. Collective.
+
+        `values` are tensors of the shapes of the slices, in the same order.
+        """
+        self._phases.advance(StepPhase.PUBLISHED, StepPhase.COMPLETE, "overwrite_parameters()")
+        self._unsharded.reshard_all()
+        self._transport.group.parameters_published()  # other ranks may still fetch
+        for parameter, value in zip(self.shard_parameters(), values, strict=True):
+            parameter.copy_(value)
+        self.publish()
 
     def close(self) -> None:
         """Free the windows. Collective. Idempotent. The tensors from `shard_parameters()` keep their values."""

@@ -10,7 +10,7 @@ The time is recorded in spans of the computing thread. Communication spans do no
 Activity spans do not overlap each other, either, but include any communication during the activity:
 
     generate, rollout_wait generating completions with their rewards, and waiting for other ranks' completions
-    optimize               the optimizer step
+    optimize, outer_sync   the optimizer step, and synchronizing islands that train separately
     evaluate, save         evaluating, and copying the state for a checkpoint
 
 Sharding spans count only toward the total times:
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 #: Synchronization points of a step, in order: A, N and B in docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
-ACTIVITIES = ("generate", "rollout_wait", "optimize", "evaluate", "save")
+ACTIVITIES = ("generate", "rollout_wait", "optimize", "outer_sync", "evaluate", "save")
 SHARDING = ("windows", "weights")
 #: Kinds of spans, as described in the module docstring.
 SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)

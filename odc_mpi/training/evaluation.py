@@ -12,6 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
@@ -42,6 +43,8 @@ class PeriodicEvaluator(Callback, ABC):
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model
+        #: Context manager, collective, in which the model has the parameters to evaluate.
+        self.evaluated_parameters: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any]:
@@ -65,7 +68,8 @@ class PeriodicEvaluator(Callback, ABC):
         began = time.perf_counter()
         with self._model.spans.span("evaluate"):
             try:
-                metrics |= self.evaluate()
+                with self.evaluated_parameters():
+                    metrics |= self.evaluate()
             finally:
                 metrics["eval_s"] = time.perf_counter() - began
 

@@ -2,7 +2,7 @@
 
     MinibatchSource   yields minibatches, and this rank's microbatches of each minibatch
     Objective         computes the loss of a microbatch
-    Update            clips gradients, runs the optimizer and publishes the new parameters
+    Update            clips gradients and runs the optimizer
     Callback          anything else with hooks in the loop; the three classes above are callbacks, too
 
 A step runs the microbatches (one-sided), completes the gradients (collective), computes the gradient norm if gradients
@@ -103,6 +103,9 @@ class Trainer(AbstractContextManager["Trainer"]):
         step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
         finite = self._run_microbatches(step)
         self.update.run(step, self.objective.loss_normalizer, finite=finite)
+        for callback in self.callbacks:
+            callback.on_optimizer_step(step)
+        self.model.publish()
         self.completed_steps += 1
         step.metrics["step_s"] = perf_counter() - began
         for callback in self.callbacks:

@@ -9,6 +9,7 @@ The training loop calls the hooks of the callbacks in this order:
     StartReport                                 reports how long each start-up phase took
     Objective, Update, MinibatchSource          see `training.loop`
     StepTimeMetrics, TrafficReport              report times and bytes
+    OuterLoopCallback                           synchronizes islands that train separately
     callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     LossEvaluator                               adds the evaluation to the metrics of the step
@@ -55,10 +56,11 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
-from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
+from odc_mpi.training.evaluation import LossEvaluator, PeriodicEvaluator, held_out_pass
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
+from odc_mpi.training.islands.callback import build_outer_loop, find_outer_loop
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
@@ -105,7 +107,8 @@ def train(
         config = world.run_on_all(partial(apply_exact_settings, config))
         stack.enter_context(deterministic_algorithms(config))
         _set_threads(config, world)
-        inputs = _open_inputs(config, world)
+        islands = make_islands(config, world)
+        inputs = _open_inputs(config, world, islands)
         config = resolve_steps(config, inputs.dataset)
         _check_stop(stop, world)
         resume_point = find_resume_point(config, world, inputs)
@@ -116,12 +119,16 @@ def train(
         start_times.end("probe")
         metadata = run_metadata(config, world, inputs, resume_point)
         check_stop = partial(_check_stop, stop, world)
-        trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop))
+        trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop, islands))
         trainer.callbacks.insert(0, StartReport(world, start_times, trainer.model.spans))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
         tracker_callback = _build_tracker_callback(config, world)
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
+        outer_loop = find_outer_loop(trainer.callbacks)
+        for callback in trainer.callbacks:
+            if outer_loop and isinstance(callback, PeriodicEvaluator):
+                callback.evaluated_parameters = outer_loop.outer_parameters
         del inputs  # all weights have been read
         _check_stop(stop, world)
         # Last in the setup, because all errors must be raised before anything is written.
@@ -193,12 +200,16 @@ def build_trainer(
     decision: Decision,
     resume_point: ResumePoint | None = None,
     check_stop: Callable[[], None] = lambda: None,
+    islands: Islands | None = None,
 ) -> Trainer:
     """Build the trainer of a run. If `resume_point` is given, restore its checkpoint and close it. Collective.
 
     `check_stop`, which may raise an error on all ranks, is called while a DPO run computes reference log-probabilities.
+    `islands` are those of `make_islands`, by default new ones.
     """
-    model = _shard(config, world, inputs, decision, resume_point)
+    islands = islands or make_islands(config, world)
+    trains_apart = islands is not None and islands.mode == "outer"
+    model = _shard(config, world, inputs, decision, resume_point, islands)
     # Other implementations in torch split elements among threads at positions that depend on the shard's size.
     fused = True if config.run.exact else None
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
@@ -211,8 +222,11 @@ def build_trainer(
     def clock() -> float:
         return perf_counter() - (windows.waited_s if windows else 0.0)
 
-    tickets = Tickets(world) if config.data.balance == "dynamic" else None
+    sharing = islands.island if islands and trains_apart else world
+    tickets = Tickets(sharing) if config.data.balance == "dynamic" else None
     callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport(model)]
+    if islands and trains_apart:
+        callbacks.append(build_outer_loop(config, world, model, islands))
     source: MinibatchSource
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
@@ -248,9 +262,21 @@ def _set_threads(config: Config, world: World) -> None:
         torch.set_num_threads(config.run.threads or cores)
 
 
-def _open_inputs(config: Config, world: World) -> Inputs:
+def make_islands(config: Config, world: World) -> Islands | None:
+    """Divide the ranks into islands as the settings say. Return None if there is only one. Collective."""
+    if config.islands.by == "off":
+        return None
+    islands = Islands(world, config.islands.by, config.islands.mode)
+    if islands.size == 1:
+        islands.close()
+        return None
+    return islands
+
+
+def _open_inputs(config: Config, world: World, islands: Islands | None) -> Inputs:
     world.run_on_all(lambda: require_tracker_packages(config.run.report_to or ()) if world.rank == 0 else None)
-    inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
+    num_islands = islands.size if islands and islands.mode == "outer" else 1
+    inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size, num_islands))
     for setting, dataset in inputs.datasets.items():
         world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
     # Delete the copy that the batch script made for this job. All ranks of the node have opened it, so no copy is left
@@ -268,7 +294,12 @@ def _check_stop(stop: StopRequest, world: World) -> None:
 
 
 def _shard(
-    config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    decision: Decision,
+    resume_point: ResumePoint | None,
+    islands: Islands | None,
 ) -> ShardedModel:
     if config.model.compile:
         # Imported late: it takes a second.
@@ -289,7 +320,7 @@ def _shard(
         decision=decision,
         parameter_cache_bytes=config.comm.parameter_cache_bytes,
         gradient_cache_bytes=config.comm.gradient_cache_bytes,
-        islands=None if config.islands.by == "off" else Islands(world, config.islands.by),
+        islands=islands,
         device=config.run.device,
         optimizer_device=config.optim.device,
     ).train()

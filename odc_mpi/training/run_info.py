@@ -85,7 +85,11 @@ def _islands_line(config: Config, world: World, model: ShardedModel) -> dict[str
     ranks = ", ".join(
         f"{first}-{first + num_ranks - 1}" if num_ranks > 1 else str(first) for first in range(0, world.size, num_ranks)
     )
-    return {"islands": f"{num_islands}, each with all parameters: ranks {truncate_text(ranks, 60)}"}
+    text = f"{num_islands}, each with all parameters: ranks {truncate_text(ranks, 60)}"
+    if (settings := config.islands).mode == "outer":
+        when = "at the latest " if settings.sync_when == "change" else ""
+        text += f"; trained separately, synchronized {when}every {settings.sync_every} steps in {settings.wire}"
+    return {"islands": text}
 
 
 def _weights_without_adapters(config: Config, inputs: Inputs) -> list[str]:
@@ -101,7 +105,7 @@ def _describe_comm(world: World, model: ShardedModel, decision: Decision) -> str
         return "single rank, no communication"
     text = decision.one_line()
     if decision.reduction.value == "mailbox":
-        num_mailboxes = 2 if model.num_islands > 1 else 1  # another one for the sums of other islands
+        num_mailboxes = 2 if model.usage.bytes_between_islands else 1  # another one for the sums of other islands
         text += f", at most {num_mailboxes * decision.settings.mailbox_bytes >> 10:,} KiB of mailbox per rank"
     return f"{text} (reasons: odc-mpi doctor)"
 

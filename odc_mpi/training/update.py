@@ -1,4 +1,4 @@
-"""Parameter update: gradient clipping, the optimizer step and the publication of the new parameters."""
+"""Parameter update: gradient clipping and the optimizer step."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,18 +37,22 @@ class Update(Callback):
         step.metrics["learning_rate"] = rate
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
-        """Divide gradients by `loss_normalizer`, clip them, run the optimizer and publish the parameters. Collective.
+        """Divide gradients by `loss_normalizer`, clip them and run the optimizer. Collective if gradients are clipped.
 
         The optimizer step is skipped unless the gradients on all ranks (`finite`) and the gradient norm are finite.
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
-        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # before clipping
+        # An island that trains separately has only its share of the gradient of the minibatch.
+        share = step.minibatch.island_share or 1.0
+        if max_norm:
+            self._model.clip_grad_norm_(max_norm * share)
+        self._model.divide_gradients_(share)
+        norm = sum(self._model.replica_norms) if max_norm else None  # before clipping, a mean over separate islands
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
             with self._model.spans.span("optimize"):
                 self.optimizer.step()
-        self._model.publish()
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 
 

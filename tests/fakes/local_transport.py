@@ -99,7 +99,7 @@ class LocalTransport(Transport, Group):
         return self._exchange(report)
 
     def norm(self, values: np.ndarray) -> np.ndarray:
-        return self._exchange(values).sum(axis=0)
+        return self._exchange(values).sum(axis=0, keepdims=True)
 
     def parameters_published(self) -> None:
         self.num_collectives += 1

@@ -7,7 +7,7 @@ from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.training import run as runs
 
 #: Beginnings of the names of metrics that depend on who did what.
-OF_RANKS = ("bytes", "peak_", "tokens_per_s", "groups_", "microbatches", "slowest", "idle", "time")
+OF_RANKS = ("bytes", "peak_", "tokens_per_s", "groups_", "microbatches", "slowest", "idle", "time", "outer_")
 #: Runs on one rank, by what they depend on.
 _references = {}
 
@@ -19,9 +19,9 @@ class ExactRuns:
         self._world, self.base, self._configure = world, base, configure
 
     def train(self, name, among, **changes):
-        """Return the digest and the metrics that do not depend on ranks. With a world of one rank, rank 0 trains."""
+        """Return the digest and the metrics that do not depend on ranks. With a part of the world, the first trains."""
         found = None
-        if among is self._world or self._world.rank == 0:
+        if self._world.rank < among.size:
             config = self._configure(
                 self.base / name, {key.replace("__", "."): value for key, value in changes.items()}
             )

@@ -39,13 +39,19 @@ def compute_loss(module, dataset, indices):
     return total / count
 
 
-def train(module, dataset, minibatches, optim, compute_loss=compute_loss):
-    """The losses of a plain loop with the trainer's optimizer settings."""
+def make_optimizer(module, optim):
+    """The trainer's optimizer for all trainable parameters of a plain model."""
     decayed = [p for p in module.parameters() if p.dim() >= 2 and p.requires_grad]
     others = [p for p in module.parameters() if p.dim() < 2 and p.requires_grad]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
-    losses = []
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=optim.momentum)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
+
+
+def train(module, dataset, minibatches, optim, compute_loss=compute_loss):
+    """The losses of a plain loop with the trainer's optimizer settings."""
+    optimizer, losses = make_optimizer(module, optim), []
     for step, indices in enumerate(minibatches):
         factor = schedule_factor(optim.lr_scheduler_type, step, optim.warmup_steps, len(minibatches))
         for group in optimizer.param_groups:
@@ -54,7 +60,7 @@ def train(module, dataset, minibatches, optim, compute_loss=compute_loss):
         loss = compute_loss(module, dataset, indices)
         loss.backward()
         if optim.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_([*decayed, *others], optim.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), optim.max_grad_norm)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -46,14 +46,14 @@ def test_a_ratio_of_the_steps_is_warmup_rounded_up(warmup, equal_steps):
     assert rates(**warmup) == rates(warmup_steps=equal_steps) != rates(warmup_steps=equal_steps - 1)
 
 
-def test_a_minibatch_without_any_gradient_is_published_as_well():
+def test_a_minibatch_without_any_gradient_leaves_the_parameters():
     parameter = torch.nn.Parameter(torch.ones(3))
-    published = []
+    divisors = []
     spans = SimpleNamespace(span=lambda kind: nullcontext())
-    model = SimpleNamespace(divide_gradients_=published.append, publish=lambda: published.append(True), spans=spans)
+    model = SimpleNamespace(divide_gradients_=divisors.append, spans=spans)
     config = SimpleNamespace(optim=SimpleNamespace(max_grad_norm=0.0))
     update = Update(model, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1), config)
-    step = Step(1, None, {})
+    step = Step(1, SimpleNamespace(island_share=0.5), {})
     update.run(step, 3.0, finite=True)
-    assert (published, step.metrics) == ([3.0, True], {"grad_norm": None, "skipped": False})
+    assert (divisors, step.metrics) == ([3.0, 0.5], {"grad_norm": None, "skipped": False})
     assert torch.equal(parameter, torch.ones(3))

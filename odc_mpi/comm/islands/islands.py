@@ -6,7 +6,8 @@
                column   column   column
 
 The ranks in an island divide all parameters, and the sums of the island's gradients, among themselves. All ranks in a
-column store the same part. Each of them owns an equal share of this part, which it updates for all islands.
+column store the same part. In the mode "hybrid", each of them owns an equal share of this part, which it updates for
+all islands. In the mode "outer", each updates the whole part, of its own island's model.
 """
 
 from collections.abc import Mapping
@@ -24,9 +25,12 @@ class Islands:
     Args:
         world: World to divide. The worlds of the island and the column close when it closes.
         by: Number of ranks per island, "node" for one island per node, or "off" for a single island.
+        mode: "hybrid" if the islands train one model together, in every minibatch, or "outer" if each of them trains
+            a model of its own, which an `OuterLoop` synchronizes.
 
     Raises:
         AllRanksUserError: The world cannot be divided into islands of equal size with consecutive ranks.
+        ValueError: `mode` is neither "hybrid" nor "outer".
 
     Attributes:
         size: Number of islands, not of ranks in an island.
@@ -37,7 +41,10 @@ class Islands:
         is_closed: True after `close`.
     """
 
-    def __init__(self, world: World, by: str | int) -> None:
+    def __init__(self, world: World, by: str | int, mode: str = "hybrid") -> None:
+        if mode not in ("hybrid", "outer"):
+            raise ValueError(f"mode: expected hybrid or outer, got {mode!r}")
+        self.mode = mode
         num_ranks = world.run_on_all(lambda: _ranks_per_island(world, by))
         self.is_closed = False
         self.size = world.size // num_ranks

@@ -14,6 +14,7 @@ import torch
 from odc_mpi.api import dtypes_by_parameter
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
+from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes
@@ -67,7 +68,12 @@ def estimate_memory(
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
     nodes = {str(first): min(ranks_per_node, num_ranks - first) for first in range(0, num_ranks, ranks_per_node)}
     island_size = ranks_per_island(config.islands.by, nodes)
-    sizes = _Sizes.of(config, model, num_ranks, num_ranks // island_size)
+    trains_apart = config.islands.mode == "outer" and island_size < num_ranks
+    sizes = (
+        _Sizes.of(config, model, island_size, 1)
+        if trains_apart
+        else _Sizes.of(config, model, num_ranks, num_ranks // island_size)
+    )
     in_place = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
@@ -91,6 +97,7 @@ def estimate_memory(
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
+        MemoryPart("outer loop", _outer_bytes(config, sizes, num_ranks // island_size) if trains_apart else 0),
         MemoryPart("copy to save", sizes.saved),
         MemoryPart("fetched units", held_bytes if copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
@@ -115,6 +122,7 @@ class _Sizes:
     masters: int
     states: int
     saved: int  # copied to the host for a checkpoint
+    trained_numel: int  # elements of the trainable shards
 
     @classmethod
     def of(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
@@ -137,7 +145,18 @@ class _Sizes:
             masters=4 * shard_numel if narrow else 0,
             states=states,
             saved=4 * shard_numel + states,
+            trained_numel=shard_numel,
         )
+
+
+def _outer_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
+    """Return the bytes of a rank's outer parameters and momentum, of the messages, and of the copies to save."""
+    islands, numel = config.islands, sizes.trained_numel
+    kept = 8 + 4 * islands.error_feedback
+    # The difference, the mean and the decoded difference of an island; the messages sent and received.
+    message = make_encoding(islands.wire).num_bytes(numel)
+    in_transit = (12 * numel + (num_islands + 2) * message) // islands.fragments
+    return 2 * kept * numel + in_transit
 
 
 def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:

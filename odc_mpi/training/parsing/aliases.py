@@ -1,7 +1,8 @@
 """Names of settings in other libraries: those that odc_mpi accepts, and advice for the rest.
 
 The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
-and `ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
+and `ModelConfig`), peft (`LoraConfig`), axolotl, torchtitan, and of DiLoCo in torchft, MaxText and OpenDiLoCo, without
+their sections.
 """
 
 import re
@@ -32,6 +33,12 @@ ALIASES = {
     **dict.fromkeys(("output_dir", "dump_folder"), "run.dir"),
     "resume_from_checkpoint": "run.resume",
     "use_cpu": "run.device",
+    **dict.fromkeys(("sync_steps", "diloco_sync_period", "local_steps", "inner_steps"), "islands.sync_every"),
+    **dict.fromkeys(("outer_lr", "diloco_outer_lr"), "islands.outer_learning_rate"),
+    "diloco_outer_momentum": "islands.outer_momentum",
+    "num_fragments": "islands.fragments",
+    "fragment_sync_delay": "islands.delay",
+    "fragment_update_alpha": "islands.local_share",
 }
 #: Values in other libraries that differ from the equivalent value here, keyed by the name of the setting there.
 VALUES: Mapping[str, Mapping[Hashable, Any]] = {
@@ -70,6 +77,10 @@ set data.context_parallel to auto, which splits the longest sequences
 set islands.by to node, or to the number of ranks over which each copy of the parameters is sharded
     data_parallel_(replicate|shard)_degree|dp_(replicate|shard)_(size|degree)|hsdp_shard_size|fsdp_sharding_strategy
     zero_hpz_partition_size|mics_shard_size
+set islands.mode to outer, and islands.by (docs/islands.md)
+    (enable_|use_)?diloco|semi_sync_method|num_diloco_replicas|outer_optim\w*
+set islands.wire to bfloat16, int8 or e3m0
+    should_quantize|upload_dtype|(outer_)?compression
 not needed: parameters, gradients and optimizer states are always sharded over the ranks
     fsdp\w*|deepspeed|ds3_\w+|ddp_\w+|local_rank|parallelism_config|accelerator_config|average_tokens_\w+
     megatron_\w+|\w*_parallel_(size|degree)|data_parallel_\w+|dp_\w+_size|enable_cpu_offload

@@ -1,0 +1,131 @@
+"""Fragments, their schedule and the outer optimizer, against numbers computed by hand and torch's own optimizer."""
+
+import pytest
+import torch
+
+from odc_mpi.islands.encoding import make_encoding
+from odc_mpi.islands.fragments import ParameterSlice, Schedule, make_fragments
+from odc_mpi.islands.outer_optimizer import OuterOptimizer, normalized
+
+FLOAT32 = make_encoding("float32")
+
+
+def train_scalars(steps, *, delay, local_share, wire=FLOAT32):
+    """Two parameters, each a fragment: both begin at 1, and each step of two equal islands subtracts 2.
+
+    Returns both after each step. The numbers are those of torchft's regression tests.
+    """
+    layers = [torch.nn.Parameter(torch.ones(32)) for _ in range(2)]
+    fragments = make_fragments([ParameterSlice(name, 32, 0, 32) for name in "ab"], 2)
+    options = {"learning_rate": 2.0, "momentum": 0.0, "local_share": local_share}
+    optimizer, schedule = OuterOptimizer(layers, fragments, wire, **options), Schedule(6, 2, delay)
+    sent, values = {}, []
+    for step in range(1, steps + 1):
+        for layer in layers:
+            layer.data -= 2.0
+        if (index := schedule.to_send(step)) is not None:
+            sent[index] = optimizer.encode(index)
+        if (index := schedule.to_apply(step)) is not None:
+            message = sent.pop(index)
+            optimizer.apply(index, optimizer.combine(index, torch.stack([message, message]), [0.5, 0.5]).mean)
+        values.append([float(layer.detach()[0]) for layer in layers])
+    return values
+
+
+@pytest.mark.parametrize(
+    ("delay", "local_share", "third", "sixth"),
+    [(0, 0.0, -11, -23), (0, 0.5, -8, -17), (0, 1.0, -5, -11), (1, 0.0, -7, -19), (1, 0.5, -6, -15)],
+)
+def test_outer_steps_are_those_of_torchft(delay, local_share, third, sixth):
+    values = train_scalars(6, delay=delay, local_share=local_share)
+    assert [first for first, _ in values[:3]] == [-1, -3, third]
+    assert [second for _, second in values] == [-1, -3, -5, -7, -9, sixth]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum(momentum):
+    torch.manual_seed(0)
+    local = torch.nn.Parameter(torch.randn(64))
+    ours = OuterOptimizer(
+        [local], make_fragments([ParameterSlice("a", 64, 0, 64)], 1), FLOAT32, learning_rate=0.7, momentum=momentum
+    )
+    outer = torch.nn.Parameter(local.detach().clone())
+    theirs = torch.optim.SGD([outer], lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    for _ in range(5):
+        mean = torch.randn(64)
+        ours.apply(0, mean)
+        outer.grad = mean
+        theirs.step()
+        torch.testing.assert_close(local.detach(), outer.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(ours.outer_parameters()[0], local)
+
+
+@pytest.mark.parametrize("num_fragments", [1, 3, 7])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_each_element_is_in_one_fragment_whatever_the_number_of_ranks(num_fragments, num_ranks):
+    """The fragments of an element, and the blocks of 32 that are encoded together, do not depend on the ranks."""
+    sizes = {"a": 100, "b": 5, "c": 320, "d": 64}
+    blocks = {}
+    for ranks in (1, num_ranks):
+        found = {}
+        for rank in range(ranks):
+            slices = [cut(name, size, rank, ranks) for name, size in sizes.items()]
+            numbers = [torch.arange(s.start, s.stop, dtype=torch.float32) for s in slices]
+            for number, fragment in enumerate(make_fragments(slices, num_fragments)):
+                flat = fragment.read([n + 1 for n in numbers])
+                for part in fragment.parts:
+                    s = slices[part.index]
+                    for i in range(part.start, part.stop):
+                        offset = part.offset + i - part.start
+                        assert flat[offset] == s.start + i + 1
+                        found[s.name, s.start + i] = (number, offset % 32)
+        assert found.keys() == {(name, i) for name, size in sizes.items() for i in range(size)}
+        blocks[ranks] = found
+    assert blocks[1] == blocks[num_ranks]
+    counts = [sum(number == each for number, _ in blocks[1].values()) for each in range(num_fragments)]
+    assert max(counts) - min(counts) <= 96
+
+
+def cut(name, size, rank, ranks):
+    share = -(-size // (32 * ranks)) * 32
+    return ParameterSlice(name, size, min(size, rank * share), min(size, (rank + 1) * share))
+
+
+def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
+    """The sum of what arrived differs from the sum of what was to be sent by one residual, not by one per step."""
+    torch.manual_seed(1)
+    sums = {}
+    for feedback in (False, True):
+        local = torch.nn.Parameter(torch.zeros(32))
+        encoding = make_encoding("e3m0")
+        fragments = make_fragments([ParameterSlice("a", 32, 0, 32)], 1)
+        options = {"learning_rate": 1.0, "momentum": 0.0, "error_feedback": feedback}
+        optimizer, arrived = OuterOptimizer([local], fragments, encoding, **options), torch.zeros(32)
+        change = torch.linspace(0.1, 1.0, 32)
+        for _ in range(20):
+            optimizer.load([torch.zeros(32)], None, optimizer.residuals())
+            local.data.copy_(-change)
+            arrived += optimizer.combine(0, optimizer.encode(0)[None], [1.0]).mean
+        sums[feedback] = (arrived - 20 * change).abs().max()
+    assert sums[True] < 0.3 < 2 < sums[False]
+
+
+def test_a_difference_that_is_not_finite_does_not_stay_in_the_residual():
+    local = torch.nn.Parameter(torch.zeros(32))
+    fragments = make_fragments([ParameterSlice("a", 32, 0, 32)], 1)
+    optimizer = OuterOptimizer(
+        [local], fragments, make_encoding("int8"), learning_rate=1.0, momentum=0.0, error_feedback=True
+    )
+    local.data[3] = float("nan")
+    message = optimizer.encode(0)
+    assert (
+        optimizer.combine(0, message[None], [1.0]).squares[0] != optimizer.combine(0, message[None], [1.0]).squares[0]
+    )
+    local.data.zero_()
+    assert not optimizer.combine(0, optimizer.encode(0)[None], [1.0]).mean.any()
+
+
+def test_weights_of_islands_that_are_left_out_go_to_the_others():
+    assert normalized([1.0, 2.0, 1.0], {1: 50.0}) == [0.5, 0.0, 0.5]
+    assert normalized([3.0, 0.0, 1.0], {}) == [0.75, 0.0, 0.25]
+    assert normalized([0.0, 0.0, 0.0], {}) == [0.0, 0.0, 0.0]

@@ -1,0 +1,81 @@
+"""The outer loop in plain torch: replicas of a model in one process, each with its own part of every minibatch."""
+
+import copy
+import itertools
+
+import torch
+import torch_reference
+
+from odc_mpi.shard.optim import schedule_factor
+from odc_mpi.training.inputs import open_inputs
+
+
+def island_minibatches(config, num_islands):
+    """The indices of the sequences of each island in each step."""
+    batches = itertools.islice(open_inputs(config, 0, num_islands, num_islands).sequence_loader, config.run.steps)
+    return [[batch.indices[list(positions)] for positions in batch.plan.islands] for batch in batches]
+
+
+def fragment_masks(parameters, num_fragments):
+    """For each fragment, which elements of each parameter belong to it, in the order of `parameters`."""
+    padded = [-(-p.numel() // 32) * 32 for p in parameters]
+    blocks = sum(padded) // 32
+    bounds = [blocks * i // num_fragments * 32 for i in range(num_fragments + 1)]
+    starts = [0, *itertools.accumulate(padded)]
+    positions = [torch.arange(p.numel()).view(p.shape) + start for p, start in zip(parameters, starts, strict=False)]
+    return [[(each >= lo) & (each < hi) for each in positions] for lo, hi in itertools.pairwise(bounds)]
+
+
+def train(module, names, dataset, minibatches, optim, islands):
+    """Train a replica per island. Returns the mean losses of the steps, and the outer parameters by name."""
+    replicas = [copy.deepcopy(module) for _ in minibatches[0]]
+    parameters = [[dict(replica.named_parameters())[name] for name in names] for replica in replicas]
+    optimizers = [torch_reference.make_optimizer(replica, optim) for replica in replicas]
+    outer = [p.detach().clone() for p in parameters[0]]
+    velocity = [torch.zeros_like(p) for p in outer]
+    masks, period = fragment_masks(outer, islands.fragments), islands.sync_every // islands.fragments
+    tokens, sent = torch.zeros(islands.fragments, len(replicas), dtype=torch.float64), {}
+    losses = []
+
+    def send(number):
+        weights = (tokens[number] / tokens[number].sum()).tolist()
+        tokens[number] = 0
+        sent[number] = [
+            sum(w * (whole - own[i].detach()) for w, own in zip(weights, parameters, strict=True))
+            for i, whole in enumerate(outer)
+        ]
+
+    @torch.no_grad()
+    def apply(number):
+        for i, (mask, mean) in enumerate(zip(masks[number], sent.pop(number), strict=True)):
+            velocity[i][mask] = islands.outer_momentum * velocity[i][mask] + mean[mask]
+            outer[i][mask] -= islands.outer_learning_rate * (mean + islands.outer_momentum * velocity[i])[mask]
+            for own in parameters:
+                own[i][mask] = islands.local_share * own[i][mask] + (1 - islands.local_share) * outer[i][mask]
+
+    for step, parts in enumerate(minibatches, 1):
+        step_loss, counts = 0.0, [sum(int(dataset.num_trained_tokens[i]) for i in part) for part in parts]
+        for replica, optimizer, part, count in zip(replicas, optimizers, parts, counts, strict=True):
+            factor = schedule_factor(optim.lr_scheduler_type, step - 1, optim.warmup_steps, len(minibatches))
+            for group in optimizer.param_groups:
+                group["lr"] = optim.learning_rate * factor
+            optimizer.zero_grad()
+            loss = torch_reference.compute_loss(replica, dataset, part)
+            loss.backward()
+            if optim.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(replica.parameters(), optim.max_grad_norm)
+            optimizer.step()
+            step_loss += loss.item() * count / sum(counts)
+        losses.append(step_loss)
+        tokens += torch.tensor(counts)
+        if (step + islands.delay) % period == 0:
+            send(((step + islands.delay) // period - 1) % islands.fragments)
+        if step % period == 0:
+            apply((step // period - 1) % islands.fragments)
+    for number in list(sent):  # in flight
+        apply(number)
+    for number in range(islands.fragments):  # all at the end
+        if tokens[number].sum():
+            send(number)
+            apply(number)
+    return losses, dict(zip(names, outer, strict=True))

@@ -1,0 +1,76 @@
+"""Exact runs on islands that train separately: the same bits for any number of ranks per island, and after a resume."""
+
+import pytest
+from exact_runs import ExactRuns
+from small_training import configure
+
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(4)]
+
+#: Two fragments, of which one is in flight after each odd step.
+OUTER = {
+    "islands__mode": "outer",
+    "islands__sync_every": 4,
+    "islands__fragments": 2,
+    "islands__delay": 1,
+    "islands__local_share": 0.25,
+    "islands__wire": "e3m0",
+    "islands__error_feedback": "true",
+}
+
+
+@pytest.fixture
+def exact(world, base, dataset_path):
+    def configured(folder, changes):
+        settings = {
+            "data.minibatch_sequences": 11,
+            "run.steps": 7,
+            "run.dir": folder,
+            "run.exact": "true",
+            "run.checkpoint_every": 50,
+            "optim.adam_epsilon": 1e-8,
+            "run.trace_steps": 0,
+            "data.eval_path": dataset_path,
+            "data.eval_sequences": 9,
+            "run.eval_every": 2,
+        }
+        return configure(dataset_path, **(settings | changes))
+
+    return ExactRuns(world, base, configured)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "e3m0"])
+def test_the_bits_of_two_islands_do_not_depend_on_their_ranks(world, exact, wire):
+    outer = OUTER | {"islands__wire": wire, "islands__error_feedback": str(wire == "e3m0").lower()}
+    pair = world.split(world.rank // 2)
+    wanted = exact.train("pair", pair, **outer, islands__by=1)
+    found = exact.train("all", world, **outer, islands__by=2, data__balance="dynamic", comm__zero_copy="off")
+    assert found == wanted
+    assert [line["step"] for line in wanted[1] if line.get("contributions_left_out") == 0] == [2, 4, 6, 7]
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["between fragments", "with a fragment in flight"])
+def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(world, exact, step):
+    """Also on islands of other sizes."""
+    pair = world.split(world.rank // 2)
+    wanted, lines = exact.train("whole", world, **OUTER, islands__by=2)
+    _, begin = exact.train("first", world, **OUTER, islands__by=2, run__checkpoint_every=step)
+    saved = exact.base / "first" / "checkpoints" / f"step_{step:08d}"
+    for name, among, by in (("second", world, 2), ("third", pair, 1)):
+        digest, end = exact.train(name, among, **OUTER, islands__by=by, run__resume=saved)
+        assert [*begin[:step], *end] == lines
+        assert digest == wanted
+
+
+@pytest.mark.parametrize("by", ["off", 1, 2], ids=["without islands", "four islands", "hybrid"])
+def test_a_run_goes_on_from_the_outer_parameters_on_other_islands(world, exact, by):
+    exact.train("first", world, **OUTER, islands__by=2, run__checkpoint_every=3)
+    saved = exact.base / "first" / "checkpoints" / "step_00000003"
+    others = {"off": {}, 1: OUTER | {"islands__by": 1}, 2: {"islands__by": 2}}[by]
+    _, lines = exact.train("second", world, **others, run__resume=saved, run__eval_every=1)
+    assert [line["step"] for line in lines] == [4, 5, 6, 7]
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] + 0.1
+    if world.rank == 0:
+        with open_newest_checkpoint(exact.base / "second") as checkpoint:
+            assert any(path.startswith("island/") for path in checkpoint.manifest.tensors) == (by == 1)

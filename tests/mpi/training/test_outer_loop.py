@@ -1,0 +1,128 @@
+"""Islands that train separately: losses and outer parameters are those of replicas in plain torch."""
+
+import itertools
+import math
+
+import outer_reference
+import pytest
+import torch_reference
+from small_training import assert_close, configure, expected, on_first_rank, training
+
+from odc_mpi.errors import TrainingError
+from odc_mpi.islands.outer_optimizer import OuterOptimizer
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.islands.callback import find_outer_loop
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+
+OUTER = {"islands.mode": "outer", "islands.by": 1, "islands.sync_every": 3, "run.steps": 8}
+#: Changes of settings: fragments, delay, and share of the own parameters.
+SCHEDULES = [
+    *({"islands.delay": delay, "islands.local_share": share} for delay in (0, 2) for share in (0.0, 0.5)),
+    *(
+        {"islands.sync_every": 9, "islands.fragments": 3, "islands.delay": delay, "islands.local_share": share}
+        for delay in (0, 2)
+        for share in (0.0, 0.5)
+    ),
+]
+
+
+def outer_state(config, world):
+    """Train; return the data set, the losses of the steps, and the outer parameters in the order of the layout."""
+    inputs = open_inputs(config, world.rank, world.size, world.size // config.islands.by)
+    with training(config, world, inputs) as (trainer, steps):
+        losses = [metrics["loss"] for metrics in steps()]
+        names = [name for name, _ in trainer.model.named_shard_parameters()]
+        with find_outer_loop(trainer.callbacks).outer_parameters():
+            state = trainer.model.state_dict()
+            world.gather_objects(None)
+    return inputs.dataset, losses, {name: state[name] for name in names}
+
+
+def assert_like_replicas(config, world):
+    """Train; losses and outer parameters are those of the replicas in plain torch."""
+    dataset, losses, state = outer_state(config, world)
+
+    def compare():
+        minibatches = outer_reference.island_minibatches(config, world.size // config.islands.by)
+        module = torch_reference.initial_model(config)
+        wanted, outer = outer_reference.train(module, list(state), dataset, minibatches, config.optim, config.islands)
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert_close(state, outer)
+
+    on_first_rank(world, compare)
+
+
+@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+def test_islands_train_as_replicas_in_plain_torch_do(world, dataset_path, changes):
+    assert_like_replicas(configure(dataset_path, **OUTER | changes), world)
+
+
+@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+def test_islands_of_two_ranks_train_as_replicas_do(world, dataset_path, balance):
+    if world.size % 2:
+        pytest.skip("an odd number of ranks")
+    changes = {"islands.by": 2, "data.balance": balance} if world.size > 2 else {"data.balance": balance}
+    assert_like_replicas(configure(dataset_path, **OUTER | SCHEDULES[-1] | changes), world)
+
+
+def test_synchronizing_plain_sgd_in_each_step_is_training_without_islands(world, dataset_path):
+    """The mean of the islands, weighted by their tokens, is then the step of the whole minibatch."""
+    sgd = {"optim.optimizer": "sgd", "optim.learning_rate": 0.5, "optim.max_grad_norm": 0}
+    outer = {"islands.sync_every": 1, "islands.outer_learning_rate": 1.0, "islands.outer_momentum": 0.0}
+    config = configure(dataset_path, **OUTER | sgd | outer)
+    dataset, losses, state = outer_state(config, world)
+    wanted, parameters = expected(configure(dataset_path, **sgd, **{"run.steps": config.run.steps}), dataset)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert_close(state, {name: parameters[name] for name in state})
+
+
+@pytest.fixture
+def spoil(world, monkeypatch):
+    """Return a function that replaces the differences that island 1 sends in some rounds, counted from 1."""
+
+    def replace(rounds, change):
+        encode, calls = OuterOptimizer.encode, itertools.count(1)
+
+        def spoiled(self, index):
+            if next(calls) in rounds and world.rank == 1:
+                outer = [flat.clone() for flat in self._outer]
+                self._outer[index] += change * (self._outer[index] - self._fragments[index].read(self._slices))
+                message = encode(self, index)
+                self._outer = outer
+                return message
+            return encode(self, index)
+
+        monkeypatch.setattr(OuterOptimizer, "encode", spoiled)
+
+    return replace
+
+
+WATCHED = OUTER | {"islands.sync_every": 1, "run.steps": 14}
+
+
+@pytest.mark.parametrize(("first", "change", "text"), [(12, 99.0, "times the usual norm"), (2, math.nan, "not finite")])
+def test_a_difference_out_of_the_usual_range_is_left_out_and_its_island_named(
+    world, dataset_path, spoil, capfd, first, change, text
+):
+    """The others go on as if the island had trained on nothing, and it goes on from their outer parameters."""
+    config = configure(dataset_path, **WATCHED)
+    spoil({first, first + 1}, change)
+    with training(config, world, open_inputs(config, world.rank, world.size, world.size)) as (trainer, steps):
+        left_out = [metrics["contributions_left_out"] for metrics in steps()]
+        state = trainer.model.state_dict()
+    assert left_out == [int(step in (first, first + 1)) for step in range(1, 15)]
+    assert all(value.isfinite().all() for value in state.values())
+    errors = capfd.readouterr().err
+    assert errors.count("on island 1") == errors.count(text) == (2 if world.rank == 0 else 0), errors
+
+
+def test_a_run_ends_if_an_island_is_left_out_three_times_in_a_row(world, dataset_path, spoil):
+    config = configure(dataset_path, **WATCHED)
+    spoil(range(2, 5), math.inf)
+    with training(config, world, open_inputs(config, world.rank, world.size, world.size)) as (trainer, _):
+        for _ in range(3):
+            trainer.step()
+        with pytest.raises(TrainingError, match=r"island 1 was left out of 3 synchronizations in a row: .* not finite"):
+            trainer.step()
+        trainer.model.publish()
