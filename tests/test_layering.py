@@ -22,6 +22,7 @@ MAY_SEE = {
     "probe": {"runtime", "comm"},
     "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),
+    "islands": set(),
     "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
     "training": {
