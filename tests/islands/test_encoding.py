@@ -111,6 +111,11 @@ def test_the_bytes_of_e3m0_are_known():
     assert encode_flat("e3m0", padded_block(24.0))[:2].tolist() == [127 + 5, 0x07]
 
 
+def test_blocks_below_the_smallest_magnitude_are_all_zero_bytes():
+    for name in ("int8", "e3m0"):
+        assert not encode_flat(name, padded_block(1e-37, 1e-45)).any()
+
+
 def test_floats_are_plain():
     flat = extreme_values()
     assert torch.equal(round_trip("float32", flat).view(torch.int32), flat.view(torch.int32))
