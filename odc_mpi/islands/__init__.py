@@ -1,0 +1,1 @@
+"""Training on islands that synchronize seldom: encodings of the differences, and decisions about synchronization."""
