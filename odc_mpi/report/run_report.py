@@ -42,6 +42,7 @@ Speed
     elapsed_s: duration; start_s: start, by phase; tokens: tokens; tokens_per_s: tokens per second;
     idle_fraction: idle, waiting at step ends; fetch_wait_s: waiting for parameters, per rank;
     accumulate_wait_s: waiting for pushes, per rank; boundary_wait_s: waiting at step ends, per rank;
+    island_wait_s: waiting for islands, per rank;
     generate_s: generating, per rank; rollout_wait_s: waiting for completions, per rank;
     groups_claimed_from_other_ranks: prompt groups trained by another rank; eval_s: evaluating;
     checkpoint_pause_s: copying for checkpoints; checkpoint_wait_s: waiting for checkpoints
@@ -50,6 +51,7 @@ Memory and traffic
     parameter_cache_bytes: cache of parameters, per rank; gradient_cache_bytes: cache of gradients, per rank;
     bytes_fetched: fetched per step and rank; bytes_fetched_other_nodes: of these from other nodes;
     bytes_pushed: pushed per step and rank; bytes_pushed_other_nodes: of these to other nodes;
+    bytes_between_islands: exchanged with other islands per step and rank;
     collectives_per_minibatch: collectives per step
 Model and machine
     num_parameters: parameters; num_trained_parameters: trained parameters; param_dtype: type of parameters;
