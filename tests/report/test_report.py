@@ -162,6 +162,20 @@ def test_a_page_of_a_run(run):
     assert 'class="note"' not in page
 
 
+def test_ranks_of_islands_are_grouped(run):
+    write_trace(run, 4)
+    for name, changes in (("trace.json", {}), ("summary.json", {"world_size": 4, "num_nodes": 2})):
+        content = json.loads((run / name).read_text())
+        (run / name).write_text(json.dumps(content | {"num_islands": 2} | changes))
+    with (run / "config.yaml").open("a") as file:
+        file.write("islands:\n  by: 2\n  mode: outer\n")
+    page = written(run)
+    (gantt,) = (plot for plot in extract_plots(page) if "rank 3" in plot)
+    lanes = re.findall(r">(island \d|rank \d)<", gantt)
+    assert lanes == ["island 0", "rank 0", "rank 1", "island 1", "rank 2", "rank 3"]
+    assert "2 islands of 2 ranks, outer, on 2 nodes" in page and "num islands" not in page
+
+
 def test_a_run_that_was_killed(run):
     for name in ("summary.json", "trace.json"):
         (run / name).unlink()
