@@ -336,6 +336,13 @@ def test_a_page_of_schedules(tmp_path, benchmark):
     assert (tmp_path / "found.html").exists()
 
 
+def test_schedules_with_islands_are_listed(tmp_path):
+    scenario = Scenario(ranks=4, num_minibatches=1, num_islands=2, link_gb_per_s=1.0, sync_every=4)
+    found = {"benchmark": "simulate", **simulate(scenario).as_json()}
+    page = written(tmp_path / "found.json", found, plot_name="speedups")
+    assert "islands/dynamic" in page and "outer/dynamic" in page
+
+
 def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
     found = {"benchmark": "simulate", **simulate(Scenario(ranks=4, per_rank=1, num_minibatches=1)).as_json()}
     with_split = written(tmp_path / "a.json", found, plot_name="gantt")
