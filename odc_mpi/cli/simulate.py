@@ -5,7 +5,7 @@ import argparse
 from odc_mpi.bench.measure import print_result
 from odc_mpi.cli.options import add_scenario, build_scenario
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.options import LENGTHS, RolloutOptions, ScenarioOptions, option_name, options_of
+from odc_mpi.simulate.options import LENGTHS, WIRE_BYTES, RolloutOptions, ScenarioOptions, option_name, options_of
 
 HELP = "estimate the speed-up of balancing strategies; needs no MPI"
 #: Default limit on the total number of sequences in all minibatches. Simulating 1,000 ranks then takes ten seconds.
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload", choices=("sft", "grpo"), default="sft", help="grpo: generation and training; default: sft"
     )
     add_scenario(parser, RolloutOptions)
+    parser.add_argument("--wire", choices=WIRE_BYTES, help="islands.wire, with --sync-every; default: float32")
     parser.set_defaults(num_minibatches=None, **dict.fromkeys(GENERATION))
 
 

@@ -73,6 +73,9 @@ class Exchange(ShardStorage, ABC):
     Each rank owns a part of its shard, which it updates on behalf of all islands.
     """
 
+    #: Total time that this rank has spent in `flush` and `publish`, in seconds.
+    wait_s: float = 0.0
+
     @abstractmethod
     def parameter_shard(self, index: int) -> torch.Tensor:
         """Return the parameters of array `index` that this rank owns, without copying them."""

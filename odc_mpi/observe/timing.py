@@ -13,8 +13,9 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch_stats import TRAFFIC
 from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
-#: Name of the metric with the bytes that a rank exchanges with other islands per minibatch.
-BETWEEN_ISLANDS = "bytes_between_islands"
+#: Metrics of a run with islands, as means over the ranks: bytes that a rank exchanges with other islands per minibatch,
+#: and seconds that it waits for the other ranks of its island and for exchanges with other islands.
+BETWEEN_ISLANDS, ISLAND_WAIT = "bytes_between_islands", "island_wait_s"
 
 
 class StartReport(Callback):
@@ -138,25 +139,45 @@ class StepTimeMetrics(Callback):
 class TrafficReport(Callback):
     """Adds bytes fetched and pushed per minibatch, within and between nodes, to the metrics, as means over the ranks.
 
-    Bytes fetched during an evaluation are counted in the next minibatch. With islands, the sum of the bytes that a rank
-    exchanges with other islands is added, too.
+    Bytes fetched during an evaluation are counted in the next minibatch.
     """
 
-    summary: ClassVar = {
-        key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC, BETWEEN_ISLANDS)
-    }
-
-    def __init__(self, model: sharded.ShardedModel) -> None:
-        self._bytes_between_islands = model.usage.bytes_between_islands
-        self.gathered_names = (BETWEEN_ISLANDS,) if self._bytes_between_islands else ()
-
-    @override
-    def local_values(self) -> tuple[float, ...]:
-        return tuple(float(self._bytes_between_islands) for _ in self.gathered_names)
+    summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
 
     @override
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        means = {name: float(gathered.per_rank(name).mean()) for name in (*TRAFFIC, *self.gathered_names)}
+        means = {name: float(gathered.per_rank(name).mean()) for name in TRAFFIC}
         for key in ("bytes_fetched", "bytes_pushed"):
             step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]
         step.metrics |= means
+
+
+class IslandMetrics(Callback):
+    """Adds the bytes and waits of the exchange between islands in every minibatch to the metrics.
+
+    The waits are those at the end of the previous minibatch, because the ranks exchange them with their next report.
+    """
+
+    gathered_names = (BETWEEN_ISLANDS, ISLAND_WAIT)
+    summary: ClassVar = {
+        BETWEEN_ISLANDS: SummaryField(BETWEEN_ISLANDS, "per_step"),
+        ISLAND_WAIT: SummaryField(ISLAND_WAIT, "sum"),
+    }
+
+    def __init__(self, world: World, model: sharded.ShardedModel) -> None:
+        self._world, self._usage = world, model.usage
+        self._start_s = self._reported_s = model.usage.island_wait_s
+
+    @override
+    def local_values(self) -> tuple[float, ...]:
+        before, self._reported_s = self._reported_s, self._usage.island_wait_s
+        return float(self._usage.bytes_between_islands), self._reported_s - before
+
+    @override
+    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+        step.metrics |= {name: float(gathered.per_rank(name).mean()) for name in self.gathered_names}
+
+    def on_train_end(self) -> dict[str, Any]:
+        """Return the waits since this start, including those of the last minibatch. Collective."""
+        waits_s = self._world.gather_objects(self._usage.island_wait_s - self._start_s)
+        return {ISLAND_WAIT: sum(waits_s) / len(waits_s)}

@@ -39,10 +39,20 @@ class TraceCallback(Callback):
         spans: Span recorder of the model.
         num_steps: Maximum number of minibatches in the file. 0 disables the trace.
         max_tokens: Maximum number of tokens in a microbatch.
+        num_islands: Number of islands, which have consecutive ranks, or 1 without islands.
     """
 
-    def __init__(self, world: World, run_dir: Path, spans: SpanRecorder, num_steps: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        run_dir: Path,
+        spans: SpanRecorder,
+        num_steps: int,
+        max_tokens: int,
+        num_islands: int = 1,
+    ) -> None:
         self._world, self._run_dir = world, run_dir
+        self._num_islands = num_islands
         self._spans = spans
         self._steps: deque[dict[str, Any]] = deque(maxlen=num_steps)
         self._edges = np.linspace(0, max_tokens, NUM_BINS + 1)
@@ -86,8 +96,12 @@ class TraceCallback(Callback):
             ]
             tokens = {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
             tokens |= {"first_step": self._first_step, "last_step": numbers[-1]}
-            max_tokens = int(self._edges[-1])
-            content = {"steps": steps, "max_tokens_per_microbatch": max_tokens, "tokens_per_microbatch": tokens}
+            content = {
+                "num_islands": self._num_islands,
+                "steps": steps,
+                "max_tokens_per_microbatch": int(self._edges[-1]),
+                "tokens_per_microbatch": tokens,
+            }
             write_or_warn(self._run_dir / NAME, json.dumps(content) + "\n")
         return {}
 

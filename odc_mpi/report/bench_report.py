@@ -157,7 +157,7 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
         BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
         BarColumn("s / step", result["step_s"], ".2f", in_plot=False),
     ]
-    islands = [name for name in wait if name.startswith("islands/")]
+    islands = [name for name in wait if name.startswith(("islands/", "outer/"))]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *islands, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
     if is_rl:

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -46,15 +46,22 @@ _NUM_BINS = 40
 
 
 def timeline(trace: Mapping[str, Any]) -> Figure:
-    """Create a Gantt chart of the last steps on up to `MAX_RANKS` ranks, from the content of ``trace.json``."""
+    """Create a Gantt chart of the last steps on up to `MAX_RANKS` ranks, from the content of ``trace.json``.
+
+    Ranks are grouped by island, if there are several.
+    """
     steps = trace["steps"]
     ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
     busy = np.sum([[_seconds(local["microbatches"]) for local in step["ranks"]] for step in steps], axis=0)
     chosen = choose_ranks(busy.tolist())
-    rows = [_row(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
+    num_islands = trace.get("num_islands", 1)  # islands have consecutive ranks
     marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
     period = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
+    charts = []
+    for island, ranks in groupby(chosen, lambda rank: rank * num_islands // len(busy)):
+        rows = [_row(rank, [step["ranks"][rank] for step in steps], offsets) for rank in ranks]
+        charts.append(GanttChart(f"island {island}" if num_islands > 1 else "", rows, offsets[-1], marks))
     title = f"In {period} ranks {_shares([local for step in steps for local in step['ranks']])}"
     caption = (
         "A step begins when the parameters are published, and ends when they are published again. Numbers are tokens "
@@ -64,9 +71,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
     if left_out_s := sum(sum(local["left_out_s"].values()) for step in steps for local in step["ranks"]):
         caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
-    return Figure(
-        Plot("gantt", title, partial(plots.gantt, [GanttChart("", rows, offsets[-1], marks)], _STYLES)), caption
-    )
+    return Figure(Plot("gantt", title, partial(plots.gantt, charts, _STYLES)), caption)
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:

@@ -42,6 +42,7 @@ Speed
     elapsed_s: duration; start_s: start, by phase; tokens: tokens; tokens_per_s: tokens per second;
     idle_fraction: idle, waiting at step ends; fetch_wait_s: waiting for parameters, per rank;
     accumulate_wait_s: waiting for pushes, per rank; boundary_wait_s: waiting at step ends, per rank;
+    island_wait_s: waiting for islands, per rank;
     generate_s: generating, per rank; rollout_wait_s: waiting for completions, per rank;
     groups_claimed_from_other_ranks: prompt groups trained by another rank; eval_s: evaluating;
     checkpoint_pause_s: copying for checkpoints; checkpoint_wait_s: waiting for checkpoints
@@ -50,6 +51,7 @@ Memory and traffic
     parameter_cache_bytes: cache of parameters, per rank; gradient_cache_bytes: cache of gradients, per rank;
     bytes_fetched: fetched per step and rank; bytes_fetched_other_nodes: of these from other nodes;
     bytes_pushed: pushed per step and rank; bytes_pushed_other_nodes: of these to other nodes;
+    bytes_between_islands: exchanged with other islands per step and rank;
     collectives_per_minibatch: collectives per step
 Model and machine
     num_parameters: parameters; num_trained_parameters: trained parameters; param_dtype: type of parameters;
@@ -59,7 +61,10 @@ Model and machine
     checkpoints_failed: checkpoints failed; run_dir: run directory
 """
 #: Entries that are not shown because they repeat others or are details of how communication was chosen.
-_OMITTED = {"decision", "ranks_per_node", "checkpoint_waits", "bytes_fetched_same_node", "bytes_pushed_same_node"}
+_OMITTED = {
+    *("decision", "ranks_per_node", "num_islands", "checkpoint_waits"),
+    *("bytes_fetched_same_node", "bytes_pushed_same_node"),
+}
 
 
 def describe(run_dir: Path) -> ReportPage:
@@ -171,9 +176,7 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
     sizes += [f"{100 * trained / total:.2g}% trained"] if total and trained and trained < total else []
     tiles = [Tile("model", name, ", ".join(sizes))] if name else []
     if "world_size" in summary:
-        nodes = summary.get("num_nodes", 1)
-        remark = f"on {nodes} node{'s'[: nodes != 1]}, {summary.get('device', '')}"
-        tiles.append(Tile("ranks", f"{summary['world_size']:,}", remark))
+        tiles.append(Tile("ranks", f"{summary['world_size']:,}", _describe_ranks(summary, settings)))
     if steps:
         seconds = max(1e-9, sum(step["step_s"] for step in steps))
         speed = sum(step["num_input_tokens"] for step in steps) / seconds
@@ -192,6 +195,16 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
             values = [format(summary[key], form) for key in (first, last) if summary.get(key) is not None]
             tiles.append(Tile(label, " → ".join(values), "first to last" if len(values) > 1 else "at the end"))
     return tiles
+
+
+def _describe_ranks(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    nodes, islands = summary.get("num_nodes", 1), summary.get("num_islands", 1)
+    parts = [f"on {nodes} node{'s'[: nodes != 1]}", summary.get("device", "")]
+    if islands > 1:
+        num_ranks = summary["world_size"] // islands
+        mode = (settings.get("islands") or {}).get("mode")
+        parts = [f"{islands:,} islands of {num_ranks:,} rank{'s'[: num_ranks != 1]}", mode, *parts]
+    return ", ".join(filter(None, parts))
 
 
 def _samples(path: Path) -> list[Table]:

@@ -92,6 +92,7 @@ class Job:
 
     Attributes:
         num_models: Number of open sharded models in this process.
+        places: Host of each rank, and its island if there are islands, for error messages.
         status: Status window, or None before it is created and after it is freed, when messages name no late ranks.
         watchdog: Thread that checks the deadlines of this process.
 
@@ -111,13 +112,13 @@ class Job:
         self.status: StatusWindow | None = None
         self._limit = limit
         self._main_thread_only = not has_thread_serialized()
-        self._hosts: Sequence[str] = ()
+        self.places: list[str] = []
         self.watchdog = Watchdog(timeout_s, self._expired, self._heartbeat)
         install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
         """Create the status window. `hosts` contains the host name of each rank. Collective."""
-        self.rank, self._hosts = comm.Get_rank(), hosts
+        self.rank, self.places = comm.Get_rank(), list(hosts)
         self.status = StatusWindow(comm)
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
@@ -183,7 +184,7 @@ class Job:
         if waiting:
             status.page.announce_abort()
             rank = waiting[0]
-            text = format_status(rank, self._hosts[rank], peers[rank], time.time())
+            text = format_status(rank, self.places[rank], peers[rank], time.time())
             self._defer_to_lower_rank(status)
             self._abort(f"has left while others wait for it: {text}")
 
@@ -196,7 +197,7 @@ class Job:
         extensible_s = max(0.0, MAX_EXTENSION * limit_s - waited_s)
         if not extensible_s:
             limit_s, limit = MAX_EXTENSION * limit_s, f"{MAX_EXTENSION} times {limit}"
-        owners = "; ".join(f"rank {rank} on {self._hosts[rank]}" for rank in wait.owners[:MAX_LISTED] if self._hosts)
+        owners = "; ".join(f"rank {rank} on {self.places[rank]}" for rank in wait.owners[:MAX_LISTED] if self.places)
         late = f"it waits for {owners}" if owners else "another rank is late, stuck or dead"
         status = self.status
         if status is not None and has_thread_multiple():
@@ -215,7 +216,7 @@ class Job:
                     return extension_s
                 time.sleep(HEARTBEAT_S)
             peers = mark_missing_heartbeats(first, status.read(first))
-            late = format_late_ranks(wait, peers, self._hosts, time.time())
+            late = format_late_ranks(wait, peers, self.places, time.time())
         elif status is not None:
             late += f" (other ranks cannot be asked under {thread_level()})"
         self._abort(f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}")

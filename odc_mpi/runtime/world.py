@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -150,6 +150,11 @@ class World(AbstractContextManager["World"]):
             microbatch: Number of the microbatch within the minibatch, starting at 1, or 0 outside microbatches.
         """
         self.job.set_status(what, microbatch)
+
+    def set_places(self, places: Sequence[str]) -> None:
+        """Set the text that follows "rank 3 on" in error messages for each rank, initially its host."""
+        for rank, place in zip(self._members or range(self.size), places, strict=True):
+            self.job.places[rank] = place
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
         """Set the function, such as `Device.set_current`, that background threads call before they call MPI.

@@ -29,6 +29,11 @@ class Usage:
         return sum(self._spans.seconds[point] for point in SYNC_POINTS)
 
     @property
+    def island_wait_s(self) -> float:
+        """The part of `boundary_wait_s` spent waiting in `comm.islands`, in seconds; 0 without islands."""
+        return self._transport.exchange.wait_s if self._transport.exchange else 0.0
+
+    @property
     def peak_parameter_bytes(self) -> int:
         """Peak memory that this rank has used for parameter shards and fetched units, in bytes."""
         parameters = self._transport.parameters

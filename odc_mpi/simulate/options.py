@@ -10,6 +10,9 @@ from odc_mpi.errors import UserError
 
 #: Maximum values of options in seconds and in GB/s. Larger values are probably typos.
 MAX_S = MAX_GB_PER_S = 10**6
+#: Bytes of a parameter that islands exchange with an outer loop, by the value of `islands.wire`. Blocks of 32 integers
+#: or 4-bit numbers share a scale of 1 byte.
+WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 33 / 32, "e3m0": 17 / 32}
 LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
@@ -40,6 +43,8 @@ class ScenarioOptions:
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
         num_islands: Number of groups of ranks between which data moves at `link_gb_per_s`, instead of `fetch_gb_per_s`
             and `push_gb_per_s`.
+        sync_every: Number of minibatches between synchronizations of islands by an outer loop, or 0 for none.
+        wire: Number format, a key of `WIRE_BYTES`, in which an outer loop sends parameters between islands.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
         gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
     """
@@ -58,6 +63,8 @@ class ScenarioOptions:
     push_gb_per_s: Annotated[float, Option(*_SPEED, "speed of pushes; 0: free")] = 0.0
     num_islands: Annotated[int, Option(*_COUNT, "number of islands, such as nodes; simulates islands.by, too")] = 1
     link_gb_per_s: Annotated[float, Option(*_SPEED, "speed of a rank between islands; 0: free")] = 0.0
+    sync_every: Annotated[int, Option(0, 10**6, "islands.sync_every of an outer loop to simulate, too; 0: none")] = 0
+    wire: str = "float32"
     parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes", True)] = 0
     gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
 

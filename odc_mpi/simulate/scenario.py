@@ -16,7 +16,7 @@ from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name
-from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, ScenarioOptions
+from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, WIRE_BYTES, ScenarioOptions
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,8 +24,9 @@ Floats = npt.NDArray[np.float64]
 #: implementation of ODC (sail-sg/odc, examples/llm_training/packing.py), which is per 32,000 tokens. The fit also has a
 #: constant of 0.666759 s, which is omitted here, as it is in the plans of the reference implementation.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
-#: Size in bytes of the parameters of that model in bf16.
-MODEL_BYTES = 2 * 1_500_000_000
+#: Size in bytes of a parameter, and of all parameters of that model, in bf16.
+PARAMETER_BYTES = 2
+MODEL_BYTES = PARAMETER_BYTES * 1_500_000_000
 #: Maximum number of sequences in a minibatch. Larger values are probably typos.
 MAX_SEQUENCES = 10**7
 
@@ -105,6 +106,12 @@ class Scenario(ScenarioOptions):
             raise UserError(f"--islands: expected a divisor of {self.ranks} ranks, got {self.num_islands}")
         if self.link_gb_per_s and self.num_islands == 1:
             raise UserError("--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too")
+        if self.sync_every and self.num_islands == 1:
+            raise UserError("--sync-every: expected --islands of 2 or more, got 1: set --islands, too")
+        if self.wire not in WIRE_BYTES:
+            raise UserError(f"--wire: expected {' or '.join(WIRE_BYTES)}, got {self.wire}")
+        if self.wire != ScenarioOptions.wire and not self.sync_every:
+            raise UserError(f"--wire: expected --sync-every of 1 or more with {self.wire}, got 0: set it, too")
         if self.communication_s > MAX_S:
             raise UserError(
                 f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "
@@ -162,11 +169,24 @@ class Scenario(ScenarioOptions):
         num_bytes = 2 * self._model_bytes * (self.num_islands - 1) / self.ranks
         return num_bytes / 1e9 / self.link_gb_per_s if self.link_gb_per_s else 0.0
 
+    @property
+    def outer_exchange_s(self) -> float:
+        """Mean duration per minibatch, in seconds, of the exchange of parameters between islands by an outer loop.
+
+        Each rank receives its share of the parameters from all other islands once in `sync_every` minibatches.
+        """
+        if not (self.sync_every and self.link_gb_per_s):
+            return 0.0
+        share_numel = self._model_bytes / PARAMETER_BYTES * self.num_islands / self.ranks
+        num_bytes = (self.num_islands - 1) * share_numel * WIRE_BYTES[self.wire]
+        return num_bytes / 1e9 / self.link_gb_per_s / self.sync_every
+
     def in_island(self, minibatch: SimulatedMinibatch) -> SimulatedMinibatch:
         """Return a minibatch in which ranks fetch from and push to their own island only."""
         # Not 0, which would be refused with `unit_bytes`.
         fetch_gb_per_s = self.fetch_gb_per_s or MAX_GB_PER_S
-        alone = replace(self, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
+        without_outer = replace(self, sync_every=0, wire=ScenarioOptions.wire)
+        alone = replace(without_outer, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
         saving_s, cost_s = alone.cache_saving_s
         return replace(
             minibatch,

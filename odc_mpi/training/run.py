@@ -9,7 +9,7 @@ The training loop calls the hooks of the callbacks in this order:
     StartReport                                 reports how long each start-up phase took
     Objective, Update, MinibatchSource          see `training.loop`
     StepTimeMetrics, TrafficReport              report times and bytes
-    OuterLoopCallback                           synchronizes islands that train separately
+    IslandMetrics or OuterLoopCallback          only with islands
     callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     LossEvaluator                               adds the evaluation to the metrics of the step
@@ -46,7 +46,7 @@ from odc_mpi.models.configuration import flatten_config
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.throughput import ThroughputMetrics
-from odc_mpi.observe.timing import StartReport, StepTimeMetrics, TrafficReport
+from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
 from odc_mpi.probe.decision import Decision
@@ -143,7 +143,8 @@ def train(
             world, trainer.model, trainer.objective, run_dir, detect_anomaly=config.run.detect_anomaly
         )
         max_tokens = config.data.max_tokens_per_microbatch
-        trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens)
+        num_islands = trainer.model.num_islands
+        trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens, num_islands)
         trainer.callbacks += [trace, logger, tracker_callback, report, limit, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
@@ -224,9 +225,11 @@ def build_trainer(
 
     sharing = islands.island if islands and trains_apart else world
     tickets = Tickets(sharing) if config.data.balance == "dynamic" else None
-    callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport(model)]
+    callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport()]
     if islands and trains_apart:
         callbacks.append(build_outer_loop(config, world, model, islands))
+    elif islands:
+        callbacks.append(IslandMetrics(world, model))
     source: MinibatchSource
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):

@@ -137,6 +137,7 @@ def summary_fields(config: Config, world: World, decision: Decision, model: Shar
         "num_nodes": world.num_nodes,
         "hosts": [host for host, _ in world.layout],
         "ranks_per_node": [count for _, count in world.layout],
+        "num_islands": model.num_islands,
         **slurm_job(),
         "reduction": decision.reduction.value,
         "balance": config.data.balance,

@@ -162,6 +162,20 @@ def test_a_page_of_a_run(run):
     assert 'class="note"' not in page
 
 
+def test_ranks_of_islands_are_grouped(run):
+    write_trace(run, 4)
+    for name, changes in (("trace.json", {}), ("summary.json", {"world_size": 4, "num_nodes": 2})):
+        content = json.loads((run / name).read_text())
+        (run / name).write_text(json.dumps(content | {"num_islands": 2} | changes))
+    with (run / "config.yaml").open("a") as file:
+        file.write("islands:\n  by: 2\n  mode: outer\n")
+    page = written(run)
+    (gantt,) = (plot for plot in extract_plots(page) if "rank 3" in plot)
+    lanes = re.findall(r">(island \d|rank \d)<", gantt)
+    assert lanes == ["island 0", "rank 0", "rank 1", "island 1", "rank 2", "rank 3"]
+    assert "2 islands of 2 ranks, outer, on 2 nodes" in page and "num islands" not in page
+
+
 def test_a_run_that_was_killed(run):
     for name in ("summary.json", "trace.json"):
         (run / name).unlink()
@@ -320,6 +334,13 @@ def test_a_page_of_schedules(tmp_path, benchmark):
         assert words in speedups
     assert ("measured on the real runtime" in page) == (benchmark == "schedule")
     assert (tmp_path / "found.html").exists()
+
+
+def test_schedules_with_islands_are_listed(tmp_path):
+    scenario = Scenario(ranks=4, num_minibatches=1, num_islands=2, link_gb_per_s=1.0, sync_every=4)
+    found = {"benchmark": "simulate", **simulate(scenario).as_json()}
+    page = written(tmp_path / "found.json", found, plot_name="speedups")
+    assert "islands/dynamic" in page and "outer/dynamic" in page
 
 
 def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):

@@ -171,6 +171,14 @@ def test_islands_fetch_at_the_speed_of_a_node_and_exchange_at_that_of_the_link()
     assert set(result.speedup) == {*SCHEDULES, "islands/lb_mini", "islands/dynamic", "floor", "even_share"}
     difference = result.step_s["window/lb_mini"] - result.step_s["islands/lb_mini"]
     assert difference == pytest.approx(flat.communication_s - inside.communication_s - flat.exchange_s)
+    # Once in five steps, a rank receives the other island's half of 500 million parameters, encoded.
+    outer = replace(flat, num_minibatches=1, sync_every=5, wire="int8")
+    assert outer.outer_exchange_s == pytest.approx(2.5e8 * (1 + 1 / 32) / 1e8 / 5)
+    assert replace(outer, num_islands=4).outer_exchange_s == pytest.approx(6 * outer.outer_exchange_s)
+    synced = simulate(outer)
+    assert synced.step_s.items() >= result.step_s.items()
+    difference = synced.step_s["outer/lb_mini"] - synced.step_s["islands/lb_mini"]
+    assert difference == pytest.approx(outer.outer_exchange_s - flat.exchange_s)
     free = replace(flat, fetch_gb_per_s=0.0, push_gb_per_s=0.0)
     assert free.in_island(minibatch).communication_s == pytest.approx(0.0, abs=1e-5)
 
@@ -180,6 +188,9 @@ def test_islands_fetch_at_the_speed_of_a_node_and_exchange_at_that_of_the_link()
     [
         ({"num_islands": 3}, "--islands: expected a divisor of 8 ranks, got 3"),
         ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too"),
+        ({"sync_every": 5}, "--sync-every: expected --islands of 2 or more, got 1: set --islands, too"),
+        ({"num_islands": 2, "wire": "int8"}, "--wire: expected --sync-every of 1 or more with int8, got 0: set it"),
+        ({"num_islands": 2, "sync_every": 5, "wire": "int4"}, "--wire: expected float32 or .* or e3m0, got int4"),
     ],
 )
 def test_options_of_islands_that_do_not_fit_together(options, message):

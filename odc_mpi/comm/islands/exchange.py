@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -104,12 +105,14 @@ class IslandExchange(Exchange):
     @override
     def flush(self) -> None:
         """Wait until all ranks in the island have pushed their gradients, and push the sums to their owners."""
+        began = perf_counter()
         self._finish(self._unfinished)
         island, what = self._islands.island, f"waiting for the other ranks of island {self._islands.index}"
         island.set_status(what)
         with island.deadline(what):
             wait_until(self._push_complete_arrays, island.progress.poke)
         self._sums.flush()
+        self.wait_s += perf_counter() - began
 
     @override
     def complete(self) -> None:
@@ -152,6 +155,7 @@ class IslandExchange(Exchange):
 
     @override
     def publish(self) -> None:
+        began = perf_counter()
         others = [rank for rank in range(self._islands.size) if rank != self._islands.index]
         with self._islands.column.deadline("publishing parameters to other islands", others):
             for index, layout in enumerate(self.layouts):
@@ -161,6 +165,7 @@ class IslandExchange(Exchange):
                     self._window.put_messages(shard, parts)
             self._window.flush()
         self._has_sent_frozen = True
+        self.wait_s += perf_counter() - began
 
     @override
     def sync(self) -> None:

@@ -165,9 +165,19 @@ def test_islands_change_no_bit(world, exact, ranks, way, model):
 def test_a_run_goes_on_from_islands_alone_and_from_there_on_others(world, exact):
     wanted, wanted_lines = exact.alone()
     first, second = (exact.base / name / "checkpoints" for name in ("first", "second"))
-    _, begin = exact.train("first", world, islands__by=2, run__checkpoint_every=2)
+    _, begin = exact.train("first", world, islands__by=2, run__checkpoint_every=2, run__trace_steps=1)
     resumed = {"run__checkpoint_every": 2, "run__resume": first / "step_00000002"}
     exact.train("second", world.split("self"), **resumed)
     digest, end = exact.train("third", world, islands__by=1, run__resume=second / "step_00000004")
     assert [*begin, *end] == [*wanted_lines, wanted_lines[-1]]
     assert digest == wanted
+    check_records_of_islands(exact.base / "first", 2)
+
+
+def check_records_of_islands(run, num_islands):
+    """A line has the waits of the step before it."""
+    summary, trace = (json.loads((run / name).read_text()) for name in ("summary.json", "trace.json"))
+    waits_s = [json.loads(line)["island_wait_s"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert summary["num_islands"] == trace["num_islands"] == num_islands
+    assert waits_s[0] == 0 and min(waits_s[1:]) > 0
+    assert sum(waits_s) < summary["island_wait_s"] <= summary["boundary_wait_s"]
