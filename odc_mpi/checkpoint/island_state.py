@@ -36,15 +36,15 @@ ReadSlice: TypeAlias = Callable[[str, str], torch.Tensor | None]
 
 
 class OuterState(Protocol):
-    """State of an outer optimizer, as slices of trainable parameters like those of `named_shard_parameters`.
+    """State of an outer optimizer, as slices of trainable parameters like those of `named_shard_parameters`."""
 
-    Attributes:
-        island: Index of this rank's island.
-        num_islands: Number of islands.
-    """
+    @property
+    def index(self) -> int:
+        """Index of this rank's island."""
 
-    island: int
-    num_islands: int
+    @property
+    def num_islands(self) -> int:
+        """Number of islands."""
 
     def shared_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Return this rank's slices of the state that is equal on all islands, by section and parameter name.
@@ -82,7 +82,7 @@ class IslandTrainingState(TrainingState):
         """Restore the optimizer state and the outer state of this rank's slices (see the module's docstring)."""
         super().restore(checkpoint)
         slices, tensors = self._slices(), checkpoint.manifest.tensors
-        prefix = own_prefix(checkpoint.manifest, self._outer.island, self._outer.num_islands)
+        prefix = own_prefix(checkpoint.manifest, self._outer.index, self._outer.num_islands)
 
         def read(section: str, name: str) -> torch.Tensor | None:
             for path in (f"{section}/{name}", f"{prefix}{section}/{name}"):
@@ -94,12 +94,12 @@ class IslandTrainingState(TrainingState):
 
     @override
     def _restored_prefixes(self, manifest: Manifest) -> list[str]:
-        prefix = own_prefix(manifest, self._outer.island, self._outer.num_islands)
+        prefix = own_prefix(manifest, self._outer.index, self._outer.num_islands)
         return [prefix] if prefix else super()._restored_prefixes(manifest)
 
     @override
     def _model_ranges(self) -> Iterator[TensorRange]:
-        if self._outer.island:
+        if self._outer.index:
             return
         parameters = self._outer.shared_tensors()[MODEL]
         for tensor_range in super()._model_ranges():
@@ -108,12 +108,12 @@ class IslandTrainingState(TrainingState):
 
     @override
     def _slice_state(self, prefix: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
-        prefix = island_prefix(self._outer.island)
+        prefix = island_prefix(self._outer.index)
         sections: dict[str, Mapping[str, torch.Tensor]] = {
             f"{prefix}{MODEL}": dict(self._model.named_shard_parameters())
         }
         sections |= {f"{prefix}{section}": tensors for section, tensors in self._outer.island_tensors().items()}
-        if self._outer.island == 0:
+        if self._outer.index == 0:
             shared = self._outer.shared_tensors().items()
             sections |= {section: tensors for section, tensors in shared if section != MODEL}
         for section, tensors in sections.items():

@@ -37,7 +37,7 @@ class Outer:
     """State of an outer optimizer: `values`, or zeros, which a checkpoint replaces."""
 
     def __init__(self, model, island, num_islands, sections=()):
-        self.island, self.num_islands = island, num_islands
+        self.index, self.num_islands = island, num_islands
         trainable = dict(model.named_shard_parameters())
         slices = {piece.spec.name: piece for piece, _ in model.slices()}
         self.tensors = {
@@ -91,7 +91,7 @@ def parts(model, optimizer, outer):
         for name, tensor in by_name.items()
     }
     found |= full_state(model, optimizer)
-    return {f"{outer.island}/{path}": part for path, part in found.items()}
+    return {f"{outer.index}/{path}": part for path, part in found.items()}
 
 
 def save_islands(directory, num_ranks, sections=(*SHARED, *OWN)):
