@@ -4,6 +4,7 @@ All ranks construct the loader with the same arguments, except for `rank`, so th
 the same order without communicating. Each rank reads only the sequences that it processes, when it needs them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.islands import plan_islands
 from odc_mpi.data.plan.rank_independent_packing import one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
@@ -56,6 +58,23 @@ class Minibatch:
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
+    @property
+    def island_tokens(self) -> tuple[int, ...]:
+        """Number of loss tokens in the sequences of each island."""
+        if not self.plan.islands:
+            return (self.num_tokens,)
+        num_tokens = self.dataset.num_trained_tokens[self.indices]
+        return tuple(int(num_tokens[list(positions)].sum()) for positions in self.plan.islands)
+
+    @property
+    def island_share(self) -> float:
+        """Fraction of the loss tokens, or of the pairs if the sequences are pairs, that this rank's island has."""
+        if not self.plan.islands:
+            return 1.0
+        has_pairs = self.dataset.pair_counts is not None
+        amounts = tuple(map(len, self.plan.islands)) if has_pairs else self.island_tokens
+        return amounts[self.plan.island_of(self.rank)] / sum(amounts)
+
     def __iter__(self) -> Iterator[Microbatch]:
         if self.plan.splits:
             raise UserError(
@@ -86,16 +105,16 @@ class Minibatch:
             yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield the microbatches of this rank, then the microbatches that it claims from `Plan.pool`, one at a time.
+        """Yield the microbatches of this rank, then those that it claims from its island's pool, one at a time.
 
         These microbatches do not contain split sequences.
 
         Args:
             claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-                positions in the pool. Each position must be yielded on exactly one rank.
+                positions in the pool. Each position must be yielded on exactly one rank of the island.
         """
         yield from self._fixed()
-        pool = self.plan.pool
+        pool = self.plan.pool_of(self.rank)
         for position in claim(len(pool)) if pool else ():
             yield _read(self.dataset, self.indices[list(pool[position])])
 
@@ -188,6 +207,7 @@ class Loader(ShuffledSampler):
         context_parallel: bool = False,
         exact: bool = False,
         packs: bool = True,
+        num_islands: int = 1,
     ) -> None:
         """Create the loader, and check the settings against the data. See also `ShuffledSampler`.
 
@@ -199,14 +219,19 @@ class Loader(ShuffledSampler):
             cost: Initial value of the attribute `cost`.
             context_parallel: True to plan with `split_longest`, which splits long sequences. In this case, `balance`
                 and `exact` do not affect the plans.
-            exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
+            exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They
+                depend on `num_islands`.
             packs: False to put only one sequence in each microbatch. Must be True if `context_parallel` is True.
+            num_islands: Number of islands that train apart, which divides `size`. Must be 1 if `context_parallel` is
+                True. See `data.plan.islands`.
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"
+        assert num_islands == 1 or not context_parallel, "split sequences on islands"
+        assert size % num_islands == 0, f"{size} ranks on {num_islands} islands"
         strategy = find_strategy(balance, cost, exact=exact, packs=packs)
         self._strategy = split_longest if context_parallel else strategy
         for setting, value, minimum in (
@@ -220,7 +245,8 @@ class Loader(ShuffledSampler):
         check_fit(dataset.lengths, max_tokens_per_microbatch, size if context_parallel else 1)
         super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._num_islands = rank, size, num_islands
+        self._constant_cost = cost if exact else None
         self.cost = cost
 
     def __iter__(self) -> "Loader":
@@ -229,8 +255,19 @@ class Loader(ShuffledSampler):
     def __next__(self) -> Minibatch:
         """Return the next minibatch with its plan, without reading its sequences."""
         position, indices = self._next_indices()
-        plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
+        lengths = self._dataset.lengths[indices]
+        plan = plan_islands(
+            lengths,
+            (self._constant_cost or self.cost).sequence(lengths),
+            self._num_islands,
+            self._number(**position),
+            lambda part: self._strategy(part, self._size // self._num_islands, self._max_tokens, self.cost),
+        )
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
+
+    def _number(self, data_epoch: int, position: int) -> int:
+        """Return the number of minibatches before the one at a position, from the start of the first data epoch."""
+        return data_epoch * math.ceil(len(self._dataset) / self._num_samples) + position // self._num_samples
 
 
 def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:

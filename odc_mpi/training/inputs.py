@@ -59,9 +59,10 @@ class Inputs:
                 data.close()
 
 
-def open_inputs(config: Config, rank: int, size: int) -> Inputs:
+def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
+    `num_islands` is the number of islands that train apart, each on its part of a minibatch.
     Raises `UserError` if settings, data and model do not match, or if a file cannot be used.
     """
     validate_context_parallel(config)
@@ -88,6 +89,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         context_parallel=context_parallel.sizes is not None,
         exact=config.run.exact,
         packs=meta_model.packing.packs,
+        num_islands=num_islands,
     )
     evaluation = None
     if config.data.eval_path is not None:

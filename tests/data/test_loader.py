@@ -40,21 +40,26 @@ def minibatch_key(minibatch: Minibatch) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("balance", BALANCE_STRATEGIES)
-@pytest.mark.parametrize("size", range(1, 9))
-def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, balance: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "num_islands"), [*((size, 1) for size in range(1, 9)), (2, 2), (4, 2), (6, 3), (8, 4)]
+)
+def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, num_islands: int, balance: str) -> None:
     rng = np.random.default_rng(size)
     settings = {
         "minibatch_sequences": int(rng.integers(1, 20)),
         "balance": balance,
         "seed": size,
         "cost": CostModel(1, 0.01),
+        "num_islands": num_islands,
     }
+    per_island = size // num_islands
     loaders = [loader(dataset, rank=rank, size=size, **settings) for rank in range(size)]
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
-        # Tickets go to one rank after the other, as if all were equally fast.
+        # On each island, tickets go to one rank after the other, as if all were equally fast.
         batches = [
-            list(mine.microbatches(lambda count, mine=mine: range(mine.rank, count, size))) for mine in minibatches
+            list(mine.microbatches(lambda count, mine=mine: range(mine.rank % per_island, count, per_island)))
+            for mine in minibatches
         ]
         assert all(minibatch_key(minibatch) == minibatch_key(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
@@ -253,10 +258,10 @@ def test_user_errors_are_reported_at_once(dataset: Dataset, arguments: dict[str,
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0)])
-def test_ranks_are_those_of_a_world(dataset: Dataset, rank: int, size: int) -> None:
+@pytest.mark.parametrize(("rank", "size", "num_islands"), [(1, 1, 1), (-1, 2, 1), (0, 0, 1), (0, 3, 2)])
+def test_ranks_are_those_of_a_world(dataset: Dataset, rank: int, size: int, num_islands: int) -> None:
     with pytest.raises(AssertionError):
-        loader(dataset, rank=rank, size=size)
+        loader(dataset, rank=rank, size=size, num_islands=num_islands)
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 12), (0, 1, 11, 12), (0, 12)])

@@ -42,13 +42,28 @@ class Plan:
             positions of its sequences in the minibatch. Ranks may have different numbers of microbatches, or none.
             Empty microbatches are skipped, or replaced by dummy microbatches if ranks synchronize in each microbatch.
         pool: Microbatches that are not assigned to a rank. Idle ranks claim them in this order. None of them is empty.
+            With several islands, it contains the microbatches of all islands, and ranks claim from `pool_of`.
         splits: Sequences that are not in any microbatch, but are split into chunks on several ranks. Each rank runs its
             chunks in this order, before its microbatches. See `data.plan.context_parallel`.
+        islands: Positions of the sequences of each island, ascending; empty if there is one island. The islands have
+            equal numbers of consecutive ranks. See `data.plan.islands`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
     pool: tuple[SequenceIndices, ...] = ()
     splits: tuple[SequenceSplit, ...] = ()
+    islands: tuple[SequenceIndices, ...] = ()
+
+    def island_of(self, rank: int) -> int:
+        """Return the number of the island that contains `rank`."""
+        return rank * len(self.islands) // len(self.microbatches) if self.islands else 0
+
+    def pool_of(self, rank: int) -> tuple[SequenceIndices, ...]:
+        """Return the microbatches in the pool that `rank` may claim: those of its island, in order."""
+        if not (self.islands and self.pool):
+            return self.pool
+        own = set(self.islands[self.island_of(rank)])
+        return tuple(microbatch for microbatch in self.pool if microbatch[0] in own)
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:

@@ -1,0 +1,148 @@
+"""Minibatches that are divided among islands, which train apart."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from length_fixtures import COST, lognormal_lengths
+from pair_files import write_pairs
+
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.loader import Loader, Minibatch, find_strategy
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.islands import plan_islands
+
+#: Cost models under which minibatches are divided differently.
+LINEAR, QUADRATIC = CostModel(), CostModel(quadratic=1.0)
+
+
+@pytest.fixture
+def dataset(write_dataset: Callable[[Sequence[int]], Path]) -> Iterator[Dataset]:
+    lengths = np.minimum(lognormal_lengths(np.random.default_rng(1), 53), 4096) // 16 + 2
+    with Dataset(write_dataset(lengths.tolist())) as opened:
+        yield opened
+
+
+def island_loader(dataset: Dataset, **arguments: Any) -> Loader:
+    return Loader(dataset, **{"minibatch_sequences": 8, "max_tokens_per_microbatch": 300, **arguments})
+
+
+def island_costs(minibatch: Minibatch, cost: CostModel) -> list[float]:
+    lengths = minibatch.dataset.lengths[minibatch.indices]
+    return [float(cost.sequence(lengths[list(part)]).sum()) for part in minibatch.plan.islands]
+
+
+def shares(dataset: Dataset, size: int, **arguments: Any) -> list[float]:
+    return [next(island_loader(dataset, rank=rank, size=size, **arguments)).island_share for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_islands", [1, 2, 4])
+def test_ranks_of_an_island_have_the_plan_for_its_sequences(
+    name: str, packs: bool, num_islands: int, num_ranks: int
+) -> None:
+    strategy = find_strategy(name, COST, exact=False, packs=packs)
+
+    def plan_island(lengths: np.ndarray) -> Plan:
+        return strategy(lengths, num_ranks, 4096, COST)
+
+    for n in (1, 2, 7, 40):
+        lengths = lognormal_lengths(np.random.default_rng(n), n)
+        plan = plan_islands(lengths, COST.sequence(lengths), num_islands, n, plan_island)
+        assert len(plan.microbatches) == num_islands * num_ranks
+        if num_islands == 1:
+            assert plan == plan_island(lengths) and not plan.islands
+            continue
+        assert sorted(i for part in plan.islands for i in part) == list(range(n))
+        assert sorted(set().union(*map(plan.pool_of, range(len(plan.microbatches))))) == sorted(plan.pool)
+        for rank, microbatches in enumerate(plan.microbatches):
+            part = plan.islands[rank // num_ranks]
+            alone = plan_island(lengths[list(part)])
+            for found, expected in (
+                (microbatches, alone.microbatches[rank % num_ranks]),
+                (plan.pool_of(rank), alone.pool),
+            ):
+                assert found == tuple(tuple(part[i] for i in indices) for indices in expected)
+
+
+def test_costs_of_islands_are_nearly_equal_under_the_current_cost(dataset: Dataset) -> None:
+    for num_islands in (2, 3):
+        loader = island_loader(dataset, minibatch_sequences=53, size=num_islands, num_islands=num_islands)
+        for cost in (LINEAR, QUADRATIC):
+            loader.cost = cost
+            costs = island_costs(next(loader), cost)
+            assert len(costs) == num_islands and max(costs) < 1.02 * min(costs)
+
+
+def test_the_costliest_part_rotates_over_epochs_and_after_resuming(dataset: Dataset) -> None:
+    settings = {"size": 3, "num_islands": 3, "cost": QUADRATIC}
+    loader = island_loader(dataset, **settings)
+    found = []
+    for number in range(17):  # 7 in each data epoch
+        state, minibatch = loader.state_dict(), next(loader)
+        costs = island_costs(minibatch, QUADRATIC)
+        assert costs[number % 3] == max(costs) > min(costs)
+        found.append((state, minibatch.plan))
+    for first in (5, 9):
+        resumed = island_loader(dataset, **settings)
+        resumed.load_state_dict(found[first][0])
+        assert [minibatch.plan for minibatch in islice(resumed, 8)] == [plan for _, plan in found[first : first + 8]]
+
+
+@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+def test_exact_islands_depend_neither_on_their_ranks_nor_on_a_later_cost(dataset: Dataset, balance: str) -> None:
+    seen = set()
+    for num_ranks in (1, 2, 4):
+        for later in (LINEAR, QUADRATIC):
+            settings = {"balance": balance, "exact": True, "minibatch_sequences": 20}
+            loader = island_loader(dataset, size=2 * num_ranks, num_islands=2, cost=LINEAR, **settings)
+            loader.cost = later
+            plan = next(loader).plan
+            ranks = (range(num_ranks), range(num_ranks, 2 * num_ranks))
+            microbatches = [
+                frozenset([*(own for rank in island for own in plan.microbatches[rank]), *plan.pool_of(island[0])])
+                for island in ranks
+            ]
+            seen.add(tuple(microbatches))
+    assert len(seen) == 1
+
+
+def test_shares_are_those_of_loss_tokens(dataset: Dataset) -> None:
+    assert shares(dataset, 2) == [1.0, 1.0]
+    minibatch = next(island_loader(dataset, size=2))
+    assert minibatch.island_tokens == (minibatch.num_tokens,)
+    for size in (3, 6):
+        found = shares(dataset, size, num_islands=3)
+        minibatches = [next(island_loader(dataset, rank=r, size=size, num_islands=3)) for r in range(size)]
+        assert sum(found[:: size // 3]) == pytest.approx(1.0)
+        for rank, minibatch in enumerate(minibatches):
+            ranks = range(rank * 3 // size * (size // 3), (rank * 3 // size + 1) * (size // 3))
+            num_tokens = sum(microbatch.num_tokens for r in ranks for microbatch in minibatches[r])
+            assert minibatch.island_tokens[rank * 3 // size] == num_tokens
+            assert found[rank] == num_tokens / minibatch.num_tokens
+        assert sum(minibatches[0].island_tokens) == minibatches[0].num_tokens
+
+
+@pytest.mark.parametrize("balance", BALANCE_STRATEGIES)
+def test_islands_without_a_sequence_have_no_share(dataset: Dataset, balance: str) -> None:
+    settings = {"minibatch_sequences": 2, "num_islands": 4, "balance": balance}
+    found = shares(dataset, 8, **settings)
+    assert found[::2] == found[1::2] and found.count(0.0) == 4 and sum(found) == pytest.approx(2.0)
+    for rank, share in enumerate(found):
+        minibatch = next(island_loader(dataset, rank=rank, size=8, **settings))
+        assert len(list(minibatch.microbatches(range))) <= (share > 0)
+
+
+def test_shares_of_pairs_are_those_of_their_number(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.h5", [(2, 20, 20), (2, 3, 3), (2, 3, 3), (2, 3, 3)])
+    with Dataset(tmp_path / "pairs.h5") as pairs:
+        settings = {"minibatch_sequences": 4, "num_islands": 2}
+        minibatch = next(island_loader(pairs, size=2, **settings))
+        assert minibatch.island_tokens == (40, 18)
+        assert shares(pairs, 2, **settings) == [0.25, 0.75]
