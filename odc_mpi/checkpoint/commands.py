@@ -58,7 +58,8 @@ def show_lines(path: Path) -> Iterator[str]:
     """Yield lines that describe the newest checkpoint in a run directory, including the norm of each tensor."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
-        yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
+        ranks = f"ranks {manifest.size}" + (f", islands {manifest.num_islands}" if manifest.num_islands else "")
+        yield f"{checkpoint.directory}  step {manifest.step}, {ranks}, optimizer {manifest.optimizer}"
         if "base" in manifest.metadata:
             adapter, base = manifest.metadata["adapter"], manifest.metadata["base"]
             base_text = base["path"] or f"randomly initialized with seed {base['seed']}"

@@ -82,8 +82,9 @@ class Manifest:
 
     Attributes:
         tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
-            optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, such as `scalars["step"]["layers.0.weight"]`.
+            optimizer/exp_avg/layers.0.weight. The paths of an island's own tensors begin with its `island_prefix`.
+        scalars: Optimizer state with one number per parameter, such as `scalars["step"]["layers.0.weight"]`. The keys
+            of an island's own state begin with its `island_prefix`.
         optimizer: Name of the optimizer class.
         metadata: JSON-serializable values: the run's configuration, the position in the data, software versions, etc.
         files: Records of the files of all ranks and of the index, if any, keyed by file name.
@@ -96,6 +97,17 @@ class Manifest:
     optimizer: str
     metadata: Mapping[str, Any]
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+
+    @property
+    def num_islands(self) -> int:
+        """Number of islands with tensors of their own, which `islands.mode: outer` saves. Otherwise 0."""
+        islands = (int(path.split("/")[1]) for path in self.tensors if path.startswith("island/"))
+        return max(islands, default=-1) + 1
+
+
+def island_prefix(island: int) -> str:
+    """Return the prefix of the paths of an island's own tensors."""
+    return f"island/{island}/"
 
 
 def shard_name(step: int, rank: int) -> str:

@@ -6,7 +6,7 @@ written and read at their offsets without the lock.
 
 | data set                            | type           | content                                                     |
 |-------------------------------------|----------------|-------------------------------------------------------------|
-| `model/NAME`, `optimizer/KEY/NAME`  | `STORED_AS`    | `[n]`, elements of the flattened tensor from `start` on      |
+| `model/NAME` and other paths        | `STORED_AS`    | `[n]`, elements of the flattened tensor from `start` on      |
 | `checksums`                         | uint32         | CRC-32 of each block of 256 KiB, in the order of the file    |
 
 The attributes of a data set are `start`, `shape` (of the full tensor) and `dtype` (its name in torch). The attributes

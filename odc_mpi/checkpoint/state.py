@@ -6,9 +6,12 @@
 The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
 all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
 omitted; the checkpoint's `metadata["base"]` describes the base model.
+
+`checkpoint.island_state` saves islands that train apart. A run without such islands restores the mean of their
+optimizer states.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
+from odc_mpi.checkpoint.manifest import Manifest, TensorRecord, island_prefix
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.shard_file import ShardEntry, stored_type
 from odc_mpi.errors import UserError
@@ -25,12 +28,12 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
-#: Optimizer state of slices by parameter name, then by key: the dtype of a tensor with one number per element, or the
-#: value of a number.
+#: State of slices by path without the name, such as optimizer/exp_avg, then by parameter name: the dtype of a tensor
+#: with one number per element, or the value of a number.
 StateRecords: TypeAlias = dict[str, dict[str, str | float]]
 
 
-class _TensorRange(NamedTuple):
+class TensorRange(NamedTuple):
     """Range of a flattened tensor in memory that is stored as `path`. `shape` is the shape of the full tensor."""
 
     path: str
@@ -75,18 +78,18 @@ class TrainingState:
         }
 
     def state_records(self) -> StateRecords:
-        """Describe the optimizer state for this rank's slices. Other ranks own the state for other parameters."""
-        return {
-            name: {key: _name(value.dtype) if value.dim() else float(value) for key, value in state}
-            for name, parameter in self._model.named_shard_parameters()
-            if (state := list(self._optimizer_state(name, parameter)))
-        }
+        """Describe the state of this rank's slices besides `model/`. Other ranks own the state for other parameters."""
+        records: StateRecords = {}
+        for section, name, value in self._slice_state():
+            records.setdefault(section, {})[name] = _name(value.dtype) if value.dim() else float(value)
+        return records
 
-    def make_manifest(self, step: int, metadata: dict[str, object], records: Iterable[StateRecords]) -> Manifest:
+    def make_manifest(self, step: int, metadata: dict[str, object], records: Sequence[StateRecords]) -> Manifest:
         """Return the manifest of the current state, without file records.
 
-        The manifest is complete only on rank 0; other ranks omit the replicated tensors. `step` is the number of
-        completed training steps. `metadata` must be JSON-serializable. `records` are the `state_records` of all ranks.
+        The manifest is complete only on rank 0; other ranks omit tensors of which they have no part. `step` is the
+        number of completed training steps. `metadata` must be JSON-serializable. `records` are the `state_records` of
+        all ranks, by rank.
         """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._model_ranges():
@@ -94,71 +97,87 @@ class TrainingState:
             kind, ranges = self._kinds_and_ranges.get(path.removeprefix(f"{MODEL}/"), buffer)
             tensors[path] = TensorRecord(kind, _name(tensor.dtype), shape, ranges)
         scalars: dict[str, dict[str, float]] = {}
-        for name, state in (item for record in records for item in record.items()):
-            _, ranges = self._kinds_and_ranges[name]
-            for key, value in state.items():
-                if isinstance(value, str):
-                    shape = tensors[f"{MODEL}/{name}"].shape
-                    tensors[f"{OPTIMIZER}/{key}/{name}"] = TensorRecord("state", value, shape, ranges)
-                else:
-                    scalars.setdefault(key, {})[name] = value
-        size = self._model.layouts[0].num_owners
-        return Manifest(step, size, tensors, scalars, type(self._optimizer).__name__, metadata)
+        shapes, num_owners = self._model.parameter_shapes(), self._model.layouts[0].num_owners
+        for rank, record in enumerate(records):
+            first = rank - rank % num_owners  # first rank of the island, if the islands train apart
+            for section, by_name in record.items():
+                for name, value in by_name.items():
+                    if isinstance(value, str):
+                        ranges = tuple((first + i, start, stop) for i, start, stop in self._kinds_and_ranges[name][1])
+                        tensors[f"{section}/{name}"] = TensorRecord("state", value, shapes[name], ranges)
+                    else:
+                        scalars.setdefault(section.replace(f"{OPTIMIZER}/", ""), {})[name] = value
+        return Manifest(step, len(records), tensors, scalars, type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state of this rank's slices from a checkpoint.
 
-        Parameters are not restored; `CheckpointWeights` reads them. Raises `UserError` if the checkpoint was saved with
-        a different optimizer class, or is damaged.
+        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Parameters are
+        not restored; `CheckpointWeights` reads them. Raises `UserError` if the checkpoint was saved with a different
+        optimizer class, or is damaged.
         """
-        manifest = checkpoint.manifest
         require_optimizer(checkpoint, type(self._optimizer).__name__)
-        keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
-        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
+        tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
+        prefixes = self._restored_prefixes(checkpoint.manifest)
+        keys = sorted({path.partition(f"{OPTIMIZER}/")[2].partition("/")[0] for path in tensors} - {""})
+        slices = self._slices()
         for name, parameter in self._model.named_shard_parameters():
             if not parameter.numel():
                 continue
             state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
-            for key in sorted(keys):
-                path = f"{OPTIMIZER}/{key}/{name}"
-                if path in manifest.tensors:
-                    stored = _resume_tensor(checkpoint, path, slices[name].start, slices[name].stop)
+            for key in keys:
+                paths = [path for prefix in prefixes if (path := f"{prefix}{OPTIMIZER}/{key}/{name}") in tensors]
+                if parts := [read_for_resume(checkpoint, path, *slices[name]) for path in paths]:
+                    stored = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
                     state[key] = stored.to(parameter.device)
-            for key, values in manifest.scalars.items():
-                if name in values:
-                    state[key] = torch.tensor(values[name], dtype=torch.get_default_dtype())
+            for key in sorted({path.rpartition("/")[2] for path in scalars}):
+                numbers = [scalars.get(f"{prefix}{key}", {}).get(name) for prefix in prefixes]
+                if present := [number for number in numbers if number is not None]:
+                    state[key] = torch.tensor(max(present), dtype=torch.get_default_dtype())
             if not state:
                 del self._optimizer.state[parameter]
 
-    def _tensor_ranges(self) -> Iterator[_TensorRange]:
-        yield from self._model_ranges()
-        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
-        for name, parameter in self._model.named_shard_parameters():
-            for key, value in self._optimizer_state(name, parameter):
-                if value.dim():
-                    yield _TensorRange(f"{OPTIMIZER}/{key}/{name}", value, slices[name].start, slices[name].spec.shape)
+    def _restored_prefixes(self, manifest: Manifest) -> list[str]:
+        """Return the prefixes of the paths of the optimizer states whose mean is restored."""
+        return [island_prefix(island) for island in range(manifest.num_islands)] or [""]
 
-    def _model_ranges(self) -> Iterator[_TensorRange]:
+    def _tensor_ranges(self) -> Iterator[TensorRange]:
+        yield from self._model_ranges()
+        slices, shapes = self._slices(), self._model.parameter_shapes()
+        for section, name, value in self._slice_state():
+            if value.dim():
+                yield TensorRange(f"{section}/{name}", value, slices[name][0], shapes[name])
+
+    def _slices(self) -> dict[str, tuple[int, int]]:
+        """Map the name of each parameter to the start and stop of this rank's slice."""
+        return {piece.spec.name: (piece.start, piece.stop) for piece, _ in self._model.slices()}
+
+    def _model_ranges(self) -> Iterator[TensorRange]:
         for tensor_slice, tensor in self._model.slices():
             spec = tensor_slice.spec
             if spec.requires_grad or not self._omit_frozen_base:
-                yield _TensorRange(f"{MODEL}/{spec.name}", tensor, tensor_slice.start, spec.shape)
+                yield TensorRange(f"{MODEL}/{spec.name}", tensor, tensor_slice.start, spec.shape)
         if self._rank == 0:
             for name, tensor in replicated_persistent_tensors(self._model.module):
-                yield _TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
+                yield TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
 
-    def _optimizer_state(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-        for key, value in self._optimizer.state.get(parameter, {}).items():
-            if value is None:
-                continue
-            value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
-            if value.dim() and value.shape != parameter.shape:
-                raise UserError(
-                    f"{type(self._optimizer).__name__} has state {key} of shape {list(value.shape)} for a slice of "
-                    f"{name} with {parameter.numel()} elements: a checkpoint can hold one number per element, or one "
-                    "number in all"
-                )
-            yield key, value
+    def _slice_state(self, prefix: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the state of this rank's slices: path without the name, name of the parameter, and values.
+
+        The values are one number per element of the slice, or one number, and `prefix` is that of the path.
+        """
+        for name, parameter in self._model.named_shard_parameters():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+                if value.dim() and value.shape != parameter.shape:
+                    raise UserError(
+                        f"{type(self._optimizer).__name__} has state {key} of shape {list(value.shape)} for a slice of "
+                        f"{name} with {parameter.numel()} elements: a checkpoint can hold one number per element, or "
+                        "one number in all"
+                    )
+                yield f"{prefix}{OPTIMIZER}/{key}", name, value
 
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
@@ -169,7 +188,7 @@ class TrainingState:
             for whole in layout.ranges
         }
 
-    def _copy(self, original: _TensorRange) -> ShardEntry:
+    def _copy(self, original: TensorRange) -> ShardEntry:
         path, tensor = original.path, original.tensor
         copy = self._copies.get(path)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
@@ -179,24 +198,30 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """`WeightSource` that reads parameters from an open checkpoint, or from `base` if the checkpoint lacks them."""
+    """`WeightSource` that reads parameters from an open checkpoint, or from `base` if the checkpoint lacks them.
 
-    def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:
+    `prefix` is an island's prefix of paths, for an island that continues with its own parameters.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None, prefix: str = "") -> None:
         self._checkpoint = checkpoint
         self._base = base
+        self._prefix = prefix
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements `[start, stop)` of the flattened parameter `name`. Raise `UserError` if they are damaged."""
-        if self._base is not None and f"{MODEL}/{name}" not in self._checkpoint.manifest.tensors:
+        tensors = self._checkpoint.manifest.tensors
+        if self._base is not None and f"{MODEL}/{name}" not in tensors:
             return self._base.read(name, start, stop)
-        return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
+        own = f"{self._prefix}{MODEL}/{name}"
+        return read_for_resume(self._checkpoint, own if own in tensors else f"{MODEL}/{name}", start, stop)
 
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Restore the replicated tensors of a module: persistent buffers and non-floating-point parameters."""
     for name, tensor in replicated_persistent_tensors(module):
-        tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
+        tensor.copy_(read_for_resume(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
@@ -242,7 +267,8 @@ def _stored(tensor: torch.Tensor) -> npt.NDArray:
     return tensor.view(torch.uint8).numpy().view(stored_type(_name(tensor.dtype)))
 
 
-def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
+def read_for_resume(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
+    """Read elements as `read_tensor` does. Its `UserError` also says how to start without the checkpoint."""
     try:
         return read_tensor(checkpoint, path, start, stop)
     except UserError as error:

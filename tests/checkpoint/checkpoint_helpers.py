@@ -7,6 +7,7 @@ from ranks import run_ranks
 from torch import nn
 from toy_models import VOCABULARY, Transformer
 
+from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState, require_model, restore_buffers
@@ -78,8 +79,8 @@ def whole(parts):
     }
 
 
-def write(directory, transport, size, model, optimizer, step, metadata, warn=pytest.fail):
-    state = TrainingState(model, optimizer, transport.group.rank)
+def write(directory, transport, size, model, optimizer, step, metadata, warn=pytest.fail, outer=None):
+    state = make_training_state(model, optimizer, transport.group.rank, outer)
     saver = Saver(directory, transport.group.rank, size, "token", warn=warn)
     records = transport.gather(state.state_records())
     manifest = state.make_manifest(step, metadata, records) if transport.group.rank == 0 else None

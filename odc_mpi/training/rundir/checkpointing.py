@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi import __version__
+from odc_mpi.checkpoint.island_state import OuterState, make_training_state
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord, blocks, compute_digest
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import stored_type
@@ -51,6 +52,7 @@ class CheckpointCallback(Callback):
 
     Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
     `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes over the lock, saving stops.
+    `outer` is the state of the outer optimizer, if any.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -64,10 +66,11 @@ class CheckpointCallback(Callback):
         stop: StopRequest,
         directory_lock: RunDirectoryLock | None,
         resume_point: ResumePoint | None,
+        outer: OuterState | None = None,
     ) -> None:
         self._run, self._world, self._trainer, self._metadata, self._stop = config.run, world, trainer, metadata, stop
         optimizer, has_base = trainer.update.optimizer, "base" in metadata
-        self._state = TrainingState(trainer.model, optimizer, world.rank, omit_frozen_base=has_base)
+        self._state = make_training_state(trainer.model, optimizer, world.rank, outer, omit_frozen_base=has_base)
         # Step and loss of the best checkpoint so far.
         continued = resume_point.metadata if resume_point and resume_point.continues_this_run else {}
         self._best: dict[str, Any] | None = continued.get("best")

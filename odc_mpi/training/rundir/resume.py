@@ -36,7 +36,6 @@ _WITHOUT_EFFECT = {
     *("run.steps", "run.num_train_epochs", "run.eval_every", "run.trace_steps", "rl.log_completions", "data.path"),
     *("run.device", "run.threads", "model.param_dtype", "model.gradient_checkpointing"),
     *(f"comm.{item.name}" for item in fields(CommConfig)),
-    "islands.by",
 }
 #: Metadata entries that every checkpoint of a training run has.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
@@ -79,8 +78,8 @@ class ResumePoint:
     def one_line(self, config: Config) -> str:
         """Return a description of the checkpoint and of the changed settings, to print after "resuming"."""
         changed = self.changed_settings(config)
-        size = self.checkpoint.manifest.size
-        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        size, num_islands = self.checkpoint.manifest.size, self.checkpoint.manifest.num_islands
+        ranks = ("1 rank" if size == 1 else f"{size} ranks") + (f" in {num_islands} islands" if num_islands > 1 else "")
         tail = f"; changed settings: {', '.join(changed)}" if changed else ""
         return f"from step {self.step}: {self.checkpoint.directory}, saved on {ranks}{tail}"
 
@@ -158,7 +157,10 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
     Raises `AllRanksUserError` if a setting that can no longer have an effect, such as the learning rate, was changed.
     """
     resume_point.checkpoint.close()
-    if changed := resume_point.changed_settings(config, _WITHOUT_EFFECT):
+    changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)
+    if not any(map(_islands_train_apart, (resume_point.metadata["config"], asdict(config)))):
+        changed = [setting for setting in changed if not setting.startswith("islands.")]
+    if changed:
         raise AllRanksUserError(
             f"run.dir: {config.run.dir} has a complete run with other settings ({', '.join(changed)}): choose another "
             "run.dir, set run.resume to never to start over, or raise run.steps to continue with these settings"
@@ -170,6 +172,12 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
             flush=True,
         )
     return {"steps": resume_point.step}
+
+
+def _islands_train_apart(config: Mapping[str, Any]) -> bool:
+    """Return True if settings of islands have an effect on results."""
+    islands = {"by": "off", **config.get("islands", {})}
+    return islands["by"] != "off" and islands.get("mode") == "outer"
 
 
 def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
