@@ -23,7 +23,6 @@ MAY_SEE = {
     "islands": set(),
     "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),
-    "islands": set(),
     "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
     "training": {

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from odc_mpi.api import decide_for, shard_model
+from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.device.device import find_device
@@ -56,11 +57,17 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
-from odc_mpi.training.evaluation import LossEvaluator, PeriodicEvaluator, held_out_pass
+from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
-from odc_mpi.training.islands.callback import build_outer_loop, find_outer_loop
+from odc_mpi.training.islands.build import (
+    build_outer_loop,
+    find_outer_loop,
+    make_islands,
+    resume_weights,
+    use_outer_parameters,
+)
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
@@ -125,10 +132,7 @@ def train(
         tracker_callback = _build_tracker_callback(config, world)
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
-        outer_loop = find_outer_loop(trainer.callbacks)
-        for callback in trainer.callbacks:
-            if outer_loop and isinstance(callback, PeriodicEvaluator):
-                callback.evaluated_parameters = outer_loop.outer_parameters
+        outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
         _check_stop(stop, world)
         # Last in the setup, because all errors must be raised before anything is written.
@@ -137,7 +141,9 @@ def train(
         run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
         logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
         stack.enter_context(logger)
-        checkpointing = CheckpointCallback(config, world, trainer, metadata, stop, directory_lock, resume_point)
+        checkpointing = CheckpointCallback(
+            config, world, trainer, metadata, stop, directory_lock, resume_point, outer_loop
+        )
         limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
         report = NonFiniteReport(
             world, trainer.model, trainer.objective, run_dir, detect_anomaly=config.run.detect_anomaly
@@ -265,17 +271,6 @@ def _set_threads(config: Config, world: World) -> None:
         torch.set_num_threads(config.run.threads or cores)
 
 
-def make_islands(config: Config, world: World) -> Islands | None:
-    """Divide the ranks into islands as the settings say. Return None if there is only one. Collective."""
-    if config.islands.by == "off":
-        return None
-    islands = Islands(world, config.islands.by, config.islands.mode)
-    if islands.size == 1:
-        islands.close()
-        return None
-    return islands
-
-
 def _open_inputs(config: Config, world: World, islands: Islands | None) -> Inputs:
     world.run_on_all(lambda: require_tracker_packages(config.run.report_to or ()) if world.rank == 0 else None)
     num_islands = islands.size if islands and islands.mode == "outer" else 1
@@ -310,7 +305,7 @@ def _shard(
 
         world.run_on_all(lambda: compile_layers(inputs.model.module))
     base = inputs.model.weights
-    weights = DeferredErrorWeights(resume_point.checkpoint, base) if resume_point else base
+    weights = resume_weights(resume_point.checkpoint, base, islands) if resume_point else base
     model = shard_model(
         inputs.model.module,
         world,
@@ -368,6 +363,8 @@ def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
 
 
 def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:
-    TrainingState(trainer.model, trainer.update.optimizer, rank).restore(resume_point.checkpoint)
+    outer_loop = find_outer_loop(trainer.callbacks)
+    state = make_training_state(trainer.model, trainer.update.optimizer, rank, outer_loop)
+    state.restore(resume_point.checkpoint)
     trainer.load_state_dict(resume_point.metadata)
     resume_point.checkpoint.close()

@@ -1,18 +1,15 @@
 """Callback that runs the outer loop of a training run, and reports its synchronizations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.islands.change_rule import ChangeRule
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import SummaryField
-from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.islands.outer_loop import OuterLoop
-from odc_mpi.training.settings import Config
 
 
 class OuterLoopCallback(Callback):
@@ -50,29 +47,3 @@ class OuterLoopCallback(Callback):
             self.loop.load_state_dict(state)
             if self._rule and state["change_rule"]:
                 self._rule.load_state_dict(state["change_rule"])
-
-
-def build_outer_loop(config: Config, world: World, model: ShardedModel, islands: Islands) -> OuterLoopCallback:
-    """Build the outer loop that the settings describe, and its callback. Collective."""
-    settings = config.islands
-    loop = OuterLoop(
-        world,
-        model,
-        islands,
-        sync_every=settings.sync_every,
-        fragments=settings.fragments,
-        delay=settings.delay,
-        local_share=settings.local_share,
-        learning_rate=settings.outer_learning_rate,
-        momentum=settings.outer_momentum,
-        wire=settings.wire,
-        error_feedback=settings.error_feedback,
-        norm_limit=settings.norm_limit,
-    )
-    rule = ChangeRule(islands.size, settings.change) if settings.sync_when == "change" else None
-    return OuterLoopCallback(loop, model, config.run.steps, rule)
-
-
-def find_outer_loop(callbacks: Iterable[Callback]) -> OuterLoop | None:
-    """Return the outer loop of a run, or None if it has none."""
-    return next((callback.loop for callback in callbacks if isinstance(callback, OuterLoopCallback)), None)

@@ -78,7 +78,7 @@ class OuterLoop:
         norm_limit: Differences are left out if their norms exceed this multiple of the usual norm. 0 for no limit.
 
     Attributes:
-        island: Index of this rank's island.
+        index: Index of this rank's island.
         num_islands: Number of islands.
 
     Raises:
@@ -105,7 +105,7 @@ class OuterLoop:
             raise UserError(f"islands: expected the mode outer, got {islands.mode}")
         check_schedule(sync_every, fragments, delay)
         self._world, self._model, self._islands = world, model, islands
-        self.island, self.num_islands = islands.index, islands.size
+        self.index, self.num_islands = islands.index, islands.size
         self._schedule = Schedule(sync_every, fragments, delay)
         slices = [each for each, _ in model.slices() if each.spec.requires_grad]
         self._names = [each.spec.name for each in slices]

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi import __version__
-from odc_mpi.checkpoint.island_state import OuterState, make_training_state
+from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord, blocks, compute_digest
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import stored_type
@@ -38,6 +38,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.exact.numerics import check_numerics
 from odc_mpi.training.inputs import Inputs
+from odc_mpi.training.islands.outer_loop import OuterLoop
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
@@ -52,7 +53,7 @@ class CheckpointCallback(Callback):
 
     Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
     `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes over the lock, saving stops.
-    `outer` is the state of the outer optimizer, if any.
+    `outer_loop` is that of islands that train separately, if any.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -66,11 +67,12 @@ class CheckpointCallback(Callback):
         stop: StopRequest,
         directory_lock: RunDirectoryLock | None,
         resume_point: ResumePoint | None,
-        outer: OuterState | None = None,
+        outer_loop: OuterLoop | None = None,
     ) -> None:
         self._run, self._world, self._trainer, self._metadata, self._stop = config.run, world, trainer, metadata, stop
         optimizer, has_base = trainer.update.optimizer, "base" in metadata
-        self._state = make_training_state(trainer.model, optimizer, world.rank, outer, omit_frozen_base=has_base)
+        self._state = make_training_state(trainer.model, optimizer, world.rank, outer_loop, omit_frozen_base=has_base)
+        self._outer_loop = outer_loop
         # Step and loss of the best checkpoint so far.
         continued = resume_point.metadata if resume_point and resume_point.continues_this_run else {}
         self._best: dict[str, Any] | None = continued.get("best")
@@ -172,6 +174,8 @@ class CheckpointCallback(Callback):
         # Otherwise a run with fast steps could be several checkpoints ahead of the newest complete one.
         self._wait_for_pending()
         waited = time.perf_counter()
+        if self._outer_loop:
+            self._outer_loop.receive()
         records = self._world.gather_objects(self._state.state_records())
         entries = self._state.snapshot()
         manifest = None

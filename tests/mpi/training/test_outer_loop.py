@@ -11,7 +11,7 @@ from small_training import assert_close, configure, expected, on_first_rank, tra
 from odc_mpi.errors import TrainingError
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.islands.callback import find_outer_loop
+from odc_mpi.training.islands.build import find_outer_loop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
