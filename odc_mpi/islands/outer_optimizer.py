@@ -9,7 +9,7 @@
 This is DiLoCo (arXiv 2311.08105), and with several fragments and a delay Streaming DiLoCo (arXiv 2501.18512).
 
 Each operation rounds on its own, and none adds a product, which some processors round once and others twice. Islands
-therefore compute the same outer parameters to the last bit, whatever their processors and numbers of threads and ranks.
+therefore compute bitwise identical outer parameters, whatever their processors and numbers of threads and ranks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -49,7 +49,7 @@ class InFlight(NamedTuple):
     """Fragment that was sent, but not yet applied.
 
     Attributes:
-        weights: Weight of each island in the mean.
+        weights: Weights of the islands in their mean difference.
         mean: Mean difference, fp32 `[n]`, or None until it has been received.
         result: Result of the synchronization, or None until the mean has been received, and after a restart.
     """
@@ -96,7 +96,7 @@ class OuterLoop:
         delay: int = 0,
         local_share: float = 0.0,
         learning_rate: float = 0.7,
-        momentum: float = 0.9,
+        momentum: float = 0.5,
         wire: str = "float32",
         error_feedback: bool = False,
         norm_limit: float = 10.0,

@@ -32,12 +32,12 @@ class IslandsConfig:
     sync_when: Annotated[
         Literal["steps", "change"], "outer: change: also when gradient norms change; docs/islands.md"
     ] = "steps"
-    change: Annotated[float, "sync_when change: relative change of the smoothed gradient norm", POSITIVE] = 0.3
+    change: Annotated[float, "sync_when change: relative change of the smoothed gradient norm", POSITIVE] = 0.05
     fragments: Annotated[int, "outer: parts of the parameters, synchronized at different steps", ONE_OR_MORE] = 1
     delay: Annotated[int, "outer: steps between sending a fragment and applying the result", NOT_NEGATIVE] = 0
     local_share: Annotated[float, "outer: share of its own parameters that an island keeps", _SHARE] = 0.0
     outer_learning_rate: Annotated[float, "outer: learning rate of SGD on the difference", POSITIVE] = 0.7
-    outer_momentum: Annotated[float, "outer: Nesterov momentum", _MOMENTUM] = 0.9
+    outer_momentum: Annotated[float, "outer: Nesterov momentum; 0.9 for long runs", _MOMENTUM] = 0.5
     wire: Annotated[
         Literal["float32", "bfloat16", "int8", "e3m0"], "outer: format of differences sent to other islands"
     ] = "float32"
