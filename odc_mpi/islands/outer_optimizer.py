@@ -35,13 +35,17 @@ class Contributions(NamedTuple):
 
 
 class OuterOptimizer:
-    """Outer parameters and momentum for this rank's slices. Does not communicate.
+    """Outer parameters and momentum for this rank's slices of the trainable parameters. Does not communicate.
 
     Args:
-        slices: This rank's slices of the trainable parameters, fp32 or fp64, which `apply` changes. The outer
-            parameters start with their values.
-        local_share: Share of the local parameters in those that an island goes on with, from 0 to 1.
+        slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
+        local_share: Share of the local parameters in those with which an island continues, from 0 to 1.
         error_feedback: True to add what encoding has lost from a difference to the next one of the fragment.
+
+    Attributes:
+        outer: Outer parameters, fp32, with the shapes of the slices.
+        velocities: Momentum, fp32, with the shapes of the slices.
+        residuals: What encoding has lost, fp32, with the shapes of the slices, or None without error feedback.
     """
 
     def __init__(
@@ -58,86 +62,60 @@ class OuterOptimizer:
         self._slices = [each.detach() for each in slices]
         self._fragments, self._encoding = fragments, encoding
         self._learning_rate, self._momentum, self._local_share = learning_rate, momentum, local_share
-        self._outer = [fragment.read(self._slices) for fragment in fragments]
-        self._velocities = [torch.zeros_like(outer) for outer in self._outer]
-        self._residuals = [torch.zeros_like(outer) for outer in self._outer] if error_feedback else None
+        self.outer = [each.to(torch.float32, copy=True) for each in self._slices]
+        self.velocities = [torch.zeros_like(each) for each in self.outer]
+        self.residuals = [torch.zeros_like(each) for each in self.outer] if error_feedback else None
 
     def encode(self, index: int) -> torch.Tensor:
         """Return the encoded difference of a fragment, `[n]` uint8, and update the residual."""
-        difference = self._outer[index] - self._fragments[index].read(self._slices)
-        if self._residuals is not None:
-            difference += self._residuals[index]
+        fragment = self._fragments[index]
+        difference = fragment.read(self.outer).sub_(fragment.read(self._slices))
+        if self.residuals is not None:
+            difference += fragment.read(self.residuals)
         message = torch.empty(self._encoding.num_bytes(difference.numel()), dtype=torch.uint8, device=difference.device)
         self._encoding.encode(difference, message)
-        if self._residuals is not None:
+        if self.residuals is not None:
             lost = difference - self._decode(index, message)
             # Not finite only after a fault, from which the next difference must be free.
-            self._residuals[index] = torch.where(lost.isfinite(), lost, 0.0)
+            fragment.write(torch.where(lost.isfinite(), lost, 0.0), self.residuals)
         return message
 
     def combine(self, index: int, messages: torch.Tensor, weights: Sequence[float]) -> Contributions:
         """Decode the messages of all islands, `[islands, n]` uint8, and return their mean with these weights."""
-        mean, squares = torch.zeros_like(self._outer[index]), []
-        for message, weight in zip(messages.to(mean.device), weights, strict=True):
+        messages = messages.to(self.outer[0].device)
+        mean, squares = torch.zeros(self._fragments[index].num_elements, device=messages.device), []
+        for message, weight in zip(messages, weights, strict=True):
             difference = self._decode(index, message)
             squares.append(_sum_of_squares(difference))
             if weight:
-                mean += difference * weight
+                mean += difference.mul_(weight)
         return Contributions(mean, [*squares, _sum_of_squares(mean)])
 
     def apply(self, index: int, mean: torch.Tensor | None) -> None:
         """Update the outer parameters of a fragment with the mean difference, if any, and set the local ones."""
-        outer, velocity = self._outer[index], self._velocities[index]
+        fragment = self._fragments[index]
+        outer, velocity = fragment.read(self.outer), fragment.read(self.velocities)
         if mean is not None:
             velocity.mul_(self._momentum).add_(mean)
-            outer.sub_(velocity.mul(self._momentum).add_(mean).mul_(self._learning_rate))
-        local = outer
+            fragment.write(velocity, self.velocities)
+            outer.sub_(velocity.mul_(self._momentum).add_(mean).mul_(self._learning_rate))
+            fragment.write(outer, self.outer)
         if self._local_share:
-            local = self._fragments[index].read(self._slices).sub_(outer).mul_(self._local_share).add_(outer)
-        self._fragments[index].write(local, self._slices)
-
-    def outer_parameters(self) -> list[torch.Tensor]:
-        """Return copies of the outer parameters, shaped like the slices."""
-        return self._to_slices(self._outer)
-
-    def momentum(self) -> list[torch.Tensor]:
-        """Return copies of the momentum, shaped like the slices."""
-        return self._to_slices(self._velocities)
-
-    def residuals(self) -> list[torch.Tensor] | None:
-        """Return copies of the residuals, shaped like the slices, or None without error feedback."""
-        return None if self._residuals is None else self._to_slices(self._residuals)
+            outer.add_(fragment.read(self._slices).sub_(outer).mul_(self._local_share))
+        fragment.write(outer, self._slices)
 
     def spread(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return tensors shaped like the slices that hold a flat buffer of one fragment, and zeros elsewhere."""
-        slices = [torch.zeros_like(each, dtype=torch.float32) for each in self._slices]
+        """Return tensors with the shapes of the slices that hold a flat buffer of one fragment, and zeros elsewhere."""
+        slices = [torch.zeros_like(each) for each in self.outer]
         self._fragments[index].write(flat, slices)
         return slices
 
     def collect(self, index: int, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the flat buffer of one fragment from tensors shaped like the slices."""
+        """Return the flat buffer of one fragment from tensors with the shapes of the slices."""
         return self._fragments[index].read(slices)
 
-    def load(
-        self,
-        outer: Sequence[torch.Tensor],
-        momentum: Sequence[torch.Tensor] | None,
-        residuals: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Restore the state from tensors shaped like the slices. None stands for zeros."""
-        for target, source in ((self._outer, outer), (self._velocities, momentum), (self._residuals, residuals)):
-            if target is not None:
-                for fragment, flat in zip(self._fragments, target, strict=True):
-                    flat.copy_(fragment.read(source)) if source is not None else flat.zero_()
-
-    def _to_slices(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        slices = [torch.empty_like(each, dtype=torch.float32) for each in self._slices]
-        for fragment, flat in zip(self._fragments, flats, strict=True):
-            fragment.write(flat, slices)
-        return slices
-
     def _decode(self, index: int, message: torch.Tensor) -> torch.Tensor:
-        difference = torch.empty_like(self._outer[index])
+        difference = torch.empty(self._fragments[index].num_elements, device=message.device)
         self._encoding.decode(message, difference)
         return difference
 

@@ -57,7 +57,7 @@ def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum(momentum):
         outer.grad = mean
         theirs.step()
         torch.testing.assert_close(local.detach(), outer.detach(), rtol=1e-6, atol=1e-6)
-        assert torch.equal(ours.outer_parameters()[0], local)
+        assert torch.equal(ours.outer[0], local)
 
 
 @pytest.mark.parametrize("num_fragments", [1, 3, 7])
@@ -103,7 +103,6 @@ def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
         optimizer, arrived = OuterOptimizer([local], fragments, encoding, **options), torch.zeros(32)
         change = torch.linspace(0.1, 1.0, 32)
         for _ in range(20):
-            optimizer.load([torch.zeros(32)], None, optimizer.residuals())
             local.data.copy_(-change)
             arrived += optimizer.combine(0, optimizer.encode(0)[None], [1.0]).mean
         sums[feedback] = (arrived - 20 * change).abs().max()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class OuterLoop:
         """
         slices = self._model.shard_parameters()
         local = [each.detach().clone() for each in slices]
-        self._model.overwrite_parameters(self._optimizer.outer_parameters())
+        self._model.overwrite_parameters(self._optimizer.outer)
         try:
             yield
         except BaseException:
@@ -227,20 +227,20 @@ class OuterLoop:
         return result
 
     def shared_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of the tensors that are equal on all islands, by kind and by parameter name.
+        """Return the tensors that are equal on all islands, by kind and by parameter name.
 
         They are shaped like this rank's slices: the outer parameters ("model"), the momentum, and the mean difference
         of the fragment in flight ("outer/gradient"), if any. Call `receive` before.
         """
-        tensors = {"model": self._optimizer.outer_parameters(), "outer/momentum_buffer": self._optimizer.momentum()}
+        tensors = {"model": self._optimizer.outer, "outer/momentum_buffer": self._optimizer.velocities}
         if self._in_flight:
             assert self._in_flight.mean is not None
             tensors["outer/gradient"] = self._optimizer.spread(self._in_flight.fragment, self._in_flight.mean)
         return {kind: self._by_name(slices) for kind, slices in tensors.items()}
 
     def island_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of the tensors of this island, as `shared_tensors` does: the residual, if there is one."""
-        residuals = self._optimizer.residuals()
+        """Return the tensors of this island, as `shared_tensors` does: the residual, if there is one."""
+        residuals = self._optimizer.residuals
         return {} if residuals is None else {"residual": self._by_name(residuals)}
 
     def load_tensors(self, read: Callable[[str, str], torch.Tensor | None]) -> None:
@@ -248,15 +248,20 @@ class OuterLoop:
 
         `read` returns this rank's slice of a parameter, given the kind of tensor and the parameter's name, or None.
         """
-        slices = [each.detach() for each in self._model.shard_parameters()]
 
-        def read_all(kind: str) -> list[torch.Tensor] | None:
-            found = [read(kind, name) if each.numel() else each for name, each in zip(self._names, slices, strict=True)]
-            return None if any(each is None for each in found) else cast(list[torch.Tensor], found)
+        def read_all(kind: str, targets: Sequence[torch.Tensor]) -> bool:
+            found = [(target, read(kind, name)) for name, target in zip(self._names, targets, strict=True)]
+            for target, value in found:
+                if value is not None:
+                    target.copy_(value)
+            return any(value is not None for _, value in found)
 
-        momentum, residuals = read_all("outer/momentum_buffer"), read_all("residual")
-        self._optimizer.load(read_all("model") or slices, momentum, residuals)
-        self._gradient = read_all("outer/gradient")
+        read_all("model", self._optimizer.outer)
+        read_all("outer/momentum_buffer", self._optimizer.velocities)
+        if self._optimizer.residuals is not None:
+            read_all("residual", self._optimizer.residuals)
+        gradient = [torch.zeros_like(each) for each in self._optimizer.outer]
+        self._gradient = gradient if read_all("outer/gradient", gradient) else None
 
     def _by_name(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(self._names, slices, strict=True))

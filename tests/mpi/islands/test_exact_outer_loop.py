@@ -52,13 +52,13 @@ def test_the_bits_of_two_islands_do_not_depend_on_their_ranks(world, exact, wire
 
 @pytest.mark.parametrize("step", [2, 3], ids=["between fragments", "with a fragment in flight"])
 def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(world, exact, step):
-    """Also on islands of other sizes."""
-    pair = world.split(world.rank // 2)
-    wanted, lines = exact.train("whole", world, **OUTER, islands__by=2)
-    _, begin = exact.train("first", world, **OUTER, islands__by=2, run__checkpoint_every=step)
+    """Also on islands of other sizes, and with and without error feedback."""
+    pair, outer = world.split(world.rank // 2), OUTER | {"islands__error_feedback": str(step == 3).lower()}
+    wanted, lines = exact.train("whole", world, **outer, islands__by=2)
+    _, begin = exact.train("first", world, **outer, islands__by=2, run__checkpoint_every=step)
     saved = exact.base / "first" / "checkpoints" / f"step_{step:08d}"
     for name, among, by in (("second", world, 2), ("third", pair, 1)):
-        digest, end = exact.train(name, among, **OUTER, islands__by=by, run__resume=saved)
+        digest, end = exact.train(name, among, **outer, islands__by=by, run__resume=saved)
         assert [*begin[:step], *end] == lines
         assert digest == wanted
 

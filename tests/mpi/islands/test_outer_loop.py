@@ -86,10 +86,10 @@ def spoil(world, monkeypatch):
 
         def spoiled(self, index):
             if next(calls) in rounds and world.rank == 1:
-                outer = [flat.clone() for flat in self._outer]
-                self._outer[index] += change * (self._outer[index] - self._fragments[index].read(self._slices))
+                outer = self.outer
+                self.outer = [o + change * (o - own) for o, own in zip(outer, self._slices, strict=True)]
                 message = encode(self, index)
-                self._outer = outer
+                self.outer = outer
                 return message
             return encode(self, index)
 
