@@ -101,6 +101,8 @@ def test_the_later_of_steps_and_epochs_wins(order):
         ("lr_scheduler.total_steps 9", "set run.steps"),
         ("parallelism.context_parallel_degree 2", "set data.context_parallel"),
         ("parallelism.data_parallel_replicate_degree 2", "set islands.by"),
+        ("fault_tolerance.semi_sync_method diloco", "set islands.mode to outer"),
+        ("should_quantize true", "set islands.wire"),
         # axolotl
         ("rl grpo", "set run.objective"),
         ("eval_sample_packing false", "always packed"),

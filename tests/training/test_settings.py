@@ -26,6 +26,7 @@ from odc_mpi.training.settings import (
 
 MINIMAL = "model: {path: weights}\ndata: {path: data.h5}\n"
 JOBS = Path(__file__).parents[2] / "jobs"
+OUTER, CHANGE = ("--islands.by=2", "--islands.mode=outer"), ("--islands.sync_when=change",)
 
 # Texts that YAML 1.1 would read as something else, were they written without quotes.
 AWKWARD = [
@@ -347,6 +348,29 @@ def test_files_that_are_not_yaml(write, text, line, reason):
             "job.yaml: run.objective: expected sft, dpo or reward with islands.by, got grpo: completions are",
         ),
         (["--islands.by=2", "--data.context_parallel=auto"], "job.yaml: data.context_parallel: expected off with isl"),
+        (["--islands.mode=outer"], "job.yaml: islands.mode: outer requires islands, got none: set islands.by"),
+        (
+            [*OUTER, "--islands.fragments=4"],
+            "job.yaml: islands.fragments: expected a divisor of islands.sync_every, 30, got 4",
+        ),
+        (
+            [*OUTER, "--islands.fragments=3", "--islands.delay=10"],
+            "job.yaml: islands.delay: expected less than 10, the number of",
+        ),
+        (
+            [*OUTER, "--islands.error_feedback=true"],
+            "job.yaml: islands.error_feedback: expected false with islands.wire float32",
+        ),
+        (
+            [*OUTER, *CHANGE, "--islands.fragments=3"],
+            "job.yaml: islands.fragments: expected 1 with islands.sync_when change",
+        ),
+        ([*OUTER, *CHANGE, "--islands.delay=3"], "job.yaml: islands.delay: expected 0 with islands.sync_when change"),
+        ([*OUTER, *CHANGE, "--optim.max_grad_norm=0"], "job.yaml: optim.max_grad_norm: expected a value above 0 with"),
+        (
+            [*OUTER, "--islands.outer_momentum=1"],
+            "command line: islands.outer_momentum: expected a finite number, from",
+        ),
         (["--model.config.model_type", "x"], "job.yaml: model.config.model_type: the type is that of model.path"),
         *(
             (["--run.objective", "dpo", "--dpo.loss_type", *values], f"job.yaml: dpo.{expected}")

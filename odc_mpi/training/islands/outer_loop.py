@@ -63,7 +63,9 @@ class InFlight(NamedTuple):
 class OuterLoop:
     """Synchronizes islands that train separately (DiLoCo and Streaming DiLoCo, docs/islands.md).
 
-    Call `step` after each step of the optimizer and before `model.publish()`. Construction is collective.
+    Call `step` after each step of the optimizer and before `model.publish()`. Construction is collective, and follows
+    that of the optimizer's model. With a `Loader` that has the same number of islands, divide the gradients by
+    `minibatch.island_share`, and pass `minibatch.island_tokens` to `step`.
 
     Args:
         model: Model that is sharded over `islands`, whose mode must be "outer".
@@ -82,7 +84,8 @@ class OuterLoop:
         num_islands: Number of islands.
 
     Raises:
-        UserError: The islands have another mode, or `sync_every`, `fragments` and `delay` do not fit together.
+        UserError: There is a single island, the islands have another mode, or `sync_every`, `fragments` and `delay` do
+            not fit together.
     """
 
     def __init__(
@@ -102,7 +105,9 @@ class OuterLoop:
         norm_limit: float = 10.0,
     ) -> None:
         if islands.mode != "outer":
-            raise UserError(f"islands: expected the mode outer, got {islands.mode}")
+            raise UserError(f"islands: expected the mode outer, got {islands.mode}: construct Islands with mode outer")
+        if islands.size == 1:
+            raise UserError("islands: expected two or more, got 1: train without an outer loop")
         check_schedule(sync_every, fragments, delay)
         self._world, self._model, self._islands = world, model, islands
         self.index, self.num_islands = islands.index, islands.size

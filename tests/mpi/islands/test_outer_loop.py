@@ -5,10 +5,12 @@ import math
 
 import outer_reference
 import pytest
+import torch
 import torch_reference
 from small_training import assert_close, configure, expected, on_first_rank, training
 
-from odc_mpi.errors import TrainingError
+from odc_mpi import Islands, OuterLoop, shard_model
+from odc_mpi.errors import TrainingError, UserError
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.islands.build import find_outer_loop
@@ -126,3 +128,31 @@ def test_a_run_ends_if_an_island_is_left_out_three_times_in_a_row(world, dataset
         with pytest.raises(TrainingError, match=r"island 1 was left out of 3 synchronizations in a row: .* not finite"):
             trainer.step()
         trainer.model.publish()
+
+
+def test_the_outer_loop_in_a_loop_of_its_own(world):
+    """Two islands move a parameter to different values; both continue from their mean, weighted by tokens."""
+    if world.size % 2:
+        pytest.skip("an odd number of ranks")
+    islands = Islands(world, world.size // 2, "outer")
+    module = torch.nn.Linear(8, 3, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    model = shard_model(module, world, islands=islands, units=[])
+    optimizer = torch.optim.SGD(model.shard_parameters(), lr=1.0)
+    outer = OuterLoop(world, model, islands, sync_every=2, learning_rate=1.0, momentum=0.0)
+    for step in (1, 2):
+        with model.minibatch():
+            if islands.island.rank == 0:
+                (-(1 + 2 * islands.index) * model(torch.eye(8)).sum()).backward()
+        optimizer.step()
+        result = outer.step([3, 1])
+        model.publish()
+        wanted = 2 * (0.75 * 1 + 0.25 * 3) if step == 2 else 1 + 2 * islands.index
+        assert torch.equal(model.state_dict()["weight"], torch.full((3, 8), float(wanted)))
+        assert (result is None) == (step == 1)
+        world.gather_objects(None)
+    model.close()
+    with pytest.raises(UserError, match="islands: expected the mode outer, got hybrid"):
+        OuterLoop(world, model, Islands(world, 1))
+    with pytest.raises(UserError, match="islands: expected two or more, got 1"):
+        OuterLoop(world, model, Islands(world, world.size, "outer"))
