@@ -75,7 +75,11 @@ def caches(config, size):
 
 
 def train(world, name, config, steps):
-    """Train from scratch; return tokens per second, and per step bytes of a rank, bytes of a host, microbatches."""
+    """Train from scratch.
+
+    Returns tokens per second; per step bytes of a rank, bytes of a host and microbatches; and the percentage of the
+    time that the outer loop takes without its waits.
+    """
     from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
     from odc_mpi.bench.measure import slowest_s
     from odc_mpi.training.inputs import open_inputs
@@ -94,13 +98,15 @@ def train(world, name, config, steps):
     before = received()
     seconds = slowest_s(world, name, lambda: output.extend(step() for _ in range(steps)))
     on_wire = (received() - before) / steps
+    outer_s = 0.0 if name == APART else trainer.model.spans.seconds["outer_sync"]
+    outer_s -= sum(line.get("island_wait_s", 0) for line in output) if outer_s else 0
     close()
     kinds = ["bytes_fetched_other_nodes", "bytes_pushed_other_nodes"]
     kinds += ["bytes_between_islands"] if config.islands.mode == "outer" else []
     over = [sum(line.get(kind, 0) for kind in kinds) for line in output]
     microbatches = [(line.get("microbatches_min", 0) + line.get("microbatches_max", 0)) / 2 for line in output]
     speed = sum(line["num_input_tokens"] for line in output) / seconds
-    return speed, statistics.mean(over), on_wire, statistics.mean(microbatches)
+    return speed, statistics.mean(over), on_wire, statistics.mean(microbatches), 100 * outer_s / seconds
 
 
 def received():
@@ -187,13 +193,13 @@ def main():
             for name, done in run(hosts, arguments).items():
                 results.setdefault((hosts, name), []).extend(done)
     head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'of apart':>8}  {'quartiles':>14}"
-    print(f"{head}  {'MB of a rank':>12}  {'MB of a host':>12}  microbatches")
+    print(f"{head}  {'MB of a rank':>12}  {'MB of a host':>12}  microbatches  outer loop")
     for (hosts, name), done in results.items():
         ratios = [speed / alone for (speed, *_), (alone, *_) in zip(done, results[hosts, APART], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        speed, over, on_wire, microbatches = (statistics.median(values) for values in zip(*done, strict=True))
+        speed, over, on_wire, microbatches, outer = (statistics.median(values) for values in zip(*done, strict=True))
         figures = f"{speed:10,.0f}  {middle:8.3f}  {f'{low:.3f} to {high:.3f}':>14}"
-        figures += f"  {over / 1e6:12.4f}  {on_wire / 1e6:12.4f}  {microbatches:12.1f}"
+        figures += f"  {over / 1e6:12.4f}  {on_wire / 1e6:12.4f}  {microbatches:12.1f}  {outer:9.2f}%"
         print(f"{hosts:5} {name:16}{figures}")
 
 

@@ -64,11 +64,14 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(world, exact, 
 
 
 @pytest.mark.parametrize("by", ["off", 1, 2], ids=["without islands", "four islands", "hybrid"])
-def test_a_run_goes_on_from_the_outer_parameters_on_other_islands(world, exact, by):
+def test_a_run_goes_on_from_the_outer_parameters_on_other_islands(world, exact, by, capsys):
     exact.train("first", world, **OUTER, islands__by=2, run__checkpoint_every=3)
     saved = exact.base / "first" / "checkpoints" / "step_00000003"
     others = {"off": {}, 1: OUTER | {"islands__by": 1}, 2: {"islands__by": 2}}[by]
+    capsys.readouterr()
     _, lines = exact.train("second", world, **others, run__resume=saved, run__eval_every=1)
+    output = "; from the outer parameters and the mean of the optimizer states of its 2 islands\n"
+    assert (output in capsys.readouterr().out) == (world.rank == 0)
     assert [line["step"] for line in lines] == [4, 5, 6, 7]
     assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] + 0.1
     if world.rank == 0:
