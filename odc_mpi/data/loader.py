@@ -59,20 +59,20 @@ class Minibatch:
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
     @property
-    def island_tokens(self) -> tuple[int, ...]:
-        """Number of loss tokens in the sequences of each island."""
-        if not self.plan.islands:
-            return (self.num_tokens,)
-        num_tokens = self.dataset.num_trained_tokens[self.indices]
-        return tuple(int(num_tokens[list(positions)].sum()) for positions in self.plan.islands)
+    def island_amounts(self) -> tuple[int, ...]:
+        """Number of loss tokens of each island, or of pairs if the sequences are pairs."""
+        num_each = self.dataset.num_trained_tokens[self.indices]
+        if self.dataset.pair_counts is not None:
+            num_each = np.ones_like(num_each)
+        islands = self.plan.islands or (tuple(range(len(num_each))),)
+        return tuple(int(num_each[list(positions)].sum()) for positions in islands)
 
     @property
     def island_share(self) -> float:
-        """Fraction of the loss tokens, or of the pairs if the sequences are pairs, that this rank's island has."""
+        """Fraction of `island_amounts` that belongs to this rank's island."""
         if not self.plan.islands:
             return 1.0
-        has_pairs = self.dataset.pair_counts is not None
-        amounts = tuple(map(len, self.plan.islands)) if has_pairs else self.island_tokens
+        amounts = self.island_amounts
         return amounts[self.plan.island_of(self.rank)] / sum(amounts)
 
     def __iter__(self) -> Iterator[Microbatch]:

@@ -127,7 +127,7 @@ def _encode_e3m0(blocks: torch.Tensor, message: torch.Tensor) -> None:
 
 
 def _decode_e3m0(message: torch.Tensor, blocks: torch.Tensor) -> None:
-    pairs = _E3M0_PAIRS.index_select(0, message[:, 1:].reshape(-1).int())
+    pairs = _E3M0_PAIRS.to(message.device).index_select(0, message[:, 1:].reshape(-1).int())
     torch.mul(pairs.view(torch.float32).view_as(blocks), _units(message), out=blocks)
 
 

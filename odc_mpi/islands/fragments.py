@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Number of elements to which fragments, slices and their parts in buffers are aligned.
-BLOCK_NUMEL = 32
+from odc_mpi.islands.encoding import BLOCK_NUMEL
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ class NormWatch:
     """Decides which islands' contributions a synchronization leaves out.
 
     Each fragment has a mean of the norms of all islands, an exponential mean over its synchronizations. Norms that are
-    left out do not change it. All ranks that pass the same norms reach the same decisions.
+    left out do not change it. If the norms of all islands are above the limit, the finite ones are accepted. All ranks
+    that pass the same norms reach the same decisions.
 
     Args:
         num_islands: Number of islands.
@@ -48,6 +49,8 @@ class NormWatch:
         """
         factors = [self._factor(fragment, norm) for norm in norms]
         left_out = {island: factor for island, factor in enumerate(factors) if not self._is_accepted(fragment, factor)}
+        if len(left_out) == len(norms):  # a change of training, not a fault of one island
+            left_out = {island: factor for island, factor in left_out.items() if math.isinf(factor)}
         self._update_mean(fragment, [norm for island, norm in enumerate(norms) if island not in left_out])
         for island in range(len(norms)):
             self._num_consecutive[island] = self._num_consecutive[island] + 1 if island in left_out else 0
@@ -94,5 +97,5 @@ class NormWatch:
             reason = "is not finite (islands.norm_limit does not apply)"
         return (
             f"island {island} was left out of {_MAX_CONSECUTIVE} synchronizations in a row: the norm of its change of "
-            f"the parameters {reason}"
+            f"the parameters {reason}: check its hosts, or raise islands.norm_limit"
         )

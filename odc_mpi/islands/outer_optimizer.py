@@ -21,6 +21,9 @@ from torch import nn
 from odc_mpi.islands.encoding import Encoding
 from odc_mpi.islands.fragments import Fragment
 
+#: Number of elements that are converted to fp64 at a time.
+_PART_NUMEL = 1 << 15
+
 
 class Contributions(NamedTuple):
     """Contributions of all islands to a fragment, decoded on this rank.
@@ -91,8 +94,11 @@ class OuterOptimizer:
                 mean += difference.mul_(weight)
         return Contributions(mean, [*squares, _sum_of_squares(mean)])
 
-    def apply(self, index: int, mean: torch.Tensor | None) -> None:
-        """Update the outer parameters of a fragment with the mean difference, if any, and set the local ones."""
+    def apply(self, index: int, mean: torch.Tensor | None, *, keep_local: bool = True) -> None:
+        """Update the outer parameters of a fragment with the mean difference, if any, and set the local ones.
+
+        If `keep_local` is False, the local share is 0, as if the local parameters were lost.
+        """
         fragment = self._fragments[index]
         outer, velocity = fragment.read(self.outer), fragment.read(self.velocities)
         if mean is not None:
@@ -100,9 +106,22 @@ class OuterOptimizer:
             fragment.write(velocity, self.velocities)
             outer.sub_(velocity.mul_(self._momentum).add_(mean).mul_(self._learning_rate))
             fragment.write(outer, self.outer)
-        if self._local_share:
+        if self._local_share and keep_local:
             outer.add_(fragment.read(self._slices).sub_(outer).mul_(self._local_share))
         fragment.write(outer, self._slices)
+
+    def average(self, index: int, mean: torch.Tensor) -> None:
+        """Set the outer and the local parameters of a fragment to the mean of those of all islands."""
+        fragment = self._fragments[index]
+        outer = fragment.read(self.outer).sub_(mean)
+        fragment.write(outer, self.outer)
+        fragment.write(outer, self._slices)
+
+    def checksum(self, index: int) -> int:
+        """Return a checksum of the bits of a fragment's outer parameters and momentum, below 2**50."""
+        fragment = self._fragments[index]
+        flats = torch.cat([fragment.read(self.outer), fragment.read(self.velocities)])
+        return int(flats.view(torch.int32).sum(dtype=torch.int64)) % 2**50
 
     def spread(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return tensors with the shapes of the slices that hold a flat buffer of one fragment, and zeros elsewhere."""
@@ -121,7 +140,9 @@ class OuterOptimizer:
 
 
 def _sum_of_squares(flat: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
+    # In parts, which stay in a core's cache: torch converts its input to fp64.
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(_PART_NUMEL)]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 def normalized(weights: Sequence[float], excluded: Mapping[int, float]) -> list[float]:

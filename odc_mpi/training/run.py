@@ -120,6 +120,8 @@ def train(
         _check_stop(stop, world)
         resume_point = find_resume_point(config, world, inputs)
         if resume_point and resume_point.step >= config.run.steps:
+            if islands:
+                islands.close()
             return report_already_complete(resume_point, config, world)
         start_times.end("inputs")
         decision = decide(config, world, inputs.model)
@@ -159,6 +161,8 @@ def train(
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
         summary = logger.summarize(fields | trainer.finish())
         checkpointing.raise_outcome(trainer.completed_steps)
+        if outer_loop:
+            outer_loop.close()
         trainer.model.close()  # not after an error, since the other ranks may not take part
         return summary
 

@@ -72,9 +72,9 @@ def startup_lines(
     if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
         lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
     start = start_line(config, resume_point)
-    saved = resume_point.checkpoint.manifest.num_islands if resume_point else 0
-    if saved and saved != (model.num_islands if config.islands.mode == "outer" else 0):
-        start += f"; from the outer parameters and the mean of the optimizer states of its {saved} islands"
+    saved_islands = resume_point.checkpoint.manifest.num_islands if resume_point else 0
+    if saved_islands and saved_islands != (model.num_islands if config.islands.mode == "outer" else 0):
+        start += f"; from the outer parameters and the mean of the optimizer states of its {saved_islands} islands"
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 

@@ -1,6 +1,6 @@
 """Exchange of messages between islands that train separately, and of numbers between all ranks.
 
-The ranks of a column exchange their messages with a non-blocking all-gather, which proceeds while they compute: in the
+The ranks of a column exchange their messages with non-blocking all-gathers, which proceed while they compute: in the
 calls of MPI that they make, or in the progress thread (`comm.progress`).
 """
 
@@ -13,20 +13,23 @@ from odc_mpi.runtime.world import World
 
 #: Messages are sent in units of this many bytes, so that counts fit into 32 bits.
 _UNIT_BYTES = 4096
+#: Messages are divided into at most `_MAX_PIECES` pieces of at least `_MIN_PIECE_UNITS` units. Each arrival of a piece
+#: extends the deadline of ranks that wait, so a slow network is not taken for a fault.
+_MAX_PIECES, _MIN_PIECE_UNITS = 64, 1024
 
 
 class OuterExchange:
     """All-gathers within this rank's column of `islands`, and within `world`. Construction is collective.
 
-    At most one all-gather of messages may be in flight.
+    At most one message of each rank may be in flight.
     """
 
     def __init__(self, world: World, islands: Islands) -> None:
-        self.world, self.islands = world, islands
+        self._world, self._islands = world, islands
         self._unit = MPI.BYTE.Create_contiguous(_UNIT_BYTES).Commit()
         with world.collective("duplicating the communicator"):
             self._numbers_comm = world.comm.Dup()
-        self._request: MPI.Request | None = None
+        self._requests: list[MPI.Request] = []
         self._sent = self._received = np.empty(0, dtype=np.uint8)
         self._num_bytes = 0
         self._is_open = True
@@ -37,33 +40,46 @@ class OuterExchange:
 
         Collective in the column, but does not wait. `message` may be reused afterwards.
         """
-        assert self._request is None, "an all-gather is in flight"
+        assert not self._requests, "a message is in flight"
         self._num_bytes, num_units = message.numel(), -(-message.numel() // _UNIT_BYTES)
         self._sent = np.zeros(num_units * _UNIT_BYTES, dtype=np.uint8)
         self._sent[: self._num_bytes] = message.cpu().numpy()
-        self._received = np.empty((self.islands.size, self._sent.size), dtype=np.uint8)
-        buffers = ([self._sent, num_units, self._unit], [self._received, num_units, self._unit])
-        self._request = self.islands.column.comm.Iallgather(*buffers)
+        self._received = np.empty((self._islands.size, self._sent.size), dtype=np.uint8)
+        piece_units = max(_MIN_PIECE_UNITS, -(-num_units // _MAX_PIECES))
+        for first in range(0, num_units, piece_units):
+            count = min(piece_units, num_units - first)
+            sent = [self._sent[first * _UNIT_BYTES :], count, self._unit]
+            offsets = [island * num_units + first for island in range(self._islands.size)]
+            received = [self._received, [count] * self._islands.size, offsets, self._unit]
+            self._requests.append(self._islands.column.comm.Iallgatherv(sent, received))
 
     def wait(self) -> torch.Tensor:
         """Return the messages of this rank's column, `[islands, n]` uint8, once all have arrived. Collective."""
-        assert self._request is not None, "no all-gather is in flight"
-        self.islands.column.wait_collective(self._request, "receiving the parameters of other islands")
-        self._request, self._sent = None, np.empty(0, dtype=np.uint8)
+        column, num_pieces = self._islands.column, len(self._requests)
+        for number, request in enumerate(self._requests, 1):
+            what = f"receiving piece {number} of {num_pieces} of the parameters of other islands"
+            column.set_status(what)
+            column.wait_collective(request, what)
+        self._requests, self._sent = [], np.empty(0, dtype=np.uint8)
         received, self._received = torch.from_numpy(self._received), np.empty(0, dtype=np.uint8)
         return received[:, : self._num_bytes]
 
     def gather(self, values: np.ndarray) -> np.ndarray:
         """Gather the values of all ranks of the world, each `[k]` float64, as `[size, k]`. Collective."""
-        gathered = np.empty((self.world.size, values.size))
+        gathered = np.empty((self._world.size, values.size))
         request = self._numbers_comm.Iallgather(np.ascontiguousarray(values, dtype=np.float64), gathered)
-        self.world.wait_collective(request, "synchronizing the islands")
+        self._world.wait_collective(request, "synchronizing the islands")
         return gathered
 
     def close(self) -> None:
-        """Free the communicator. Collective. Idempotent. Call this before the islands are closed."""
+        """Wait for a message in flight, and free the communicator. Collective. Idempotent.
+
+        Call this before the islands are closed.
+        """
         if self._is_open:
             self._is_open = False
+            if self._requests:
+                self.wait()
             self._numbers_comm.Free()
             self._unit.Free()
-            self.world.cancel_on_close(self.close)
+            self._world.cancel_on_close(self.close)

@@ -97,7 +97,9 @@ def estimate_memory(
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
-        MemoryPart("outer loop", _outer_bytes(config, sizes, num_ranks // island_size) if trains_apart else 0),
+        MemoryPart(
+            "outer loop", _outer_bytes(config, sizes, num_ranks // island_size) if trains_apart else 0, optimizer_on_gpu
+        ),
         MemoryPart("copy to save", sizes.saved),
         MemoryPart("fetched units", held_bytes if copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
@@ -150,13 +152,15 @@ class _Sizes:
 
 
 def _outer_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
-    """Return the bytes of a rank's outer parameters and momentum, of the messages, and of the copies to save."""
+    """Return the bytes of a rank's outer parameters and momentum, of their copies to save, and of a synchronization."""
     islands, numel = config.islands, sizes.trained_numel
     kept = 8 + 4 * islands.error_feedback
-    # The difference, the mean and the decoded difference of an island; the messages sent and received.
+    saved = kept + (8 if islands.delay else 0)  # the fragment in flight, and its copy
+    # Four arrays of the fragment's elements, such as differences and means; the messages sent and received.
     message = make_encoding(islands.wire).num_bytes(numel)
-    in_transit = (12 * numel + (num_islands + 2) * message) // islands.fragments
-    return 2 * kept * numel + in_transit
+    in_transit = (16 * numel + (num_islands + 2) * message) // islands.fragments
+    # An evaluation keeps a copy of the local parameters.
+    return (kept + saved) * numel + max(in_transit, 4 * numel)
 
 
 def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:

@@ -4,6 +4,7 @@ import itertools
 
 from rich.console import Console
 
+from odc_mpi.comm.islands.islands import ranks_per_island
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.show import show_sequences
@@ -35,7 +36,11 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
 
     def describe() -> None:
-        inputs = open_inputs(apply_exact_settings(config), 0, size)
+        num_islands = 1
+        if config.islands.mode == "outer":
+            nodes = {str(first): min(local_size, size - first) for first in range(0, size, local_size)}
+            num_islands = size // ranks_per_island(config.islands.by, nodes)
+        inputs = open_inputs(apply_exact_settings(config), 0, size, num_islands)
         base_bytes = peak_resident_bytes()
         full = resolve_steps(config, inputs.dataset)
         sequences, microbatch, accumulates = _inspect_plans(inputs, full)

@@ -1,6 +1,7 @@
 """Callback that runs the outer loop of a training run, and reports its synchronizations."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -9,7 +10,7 @@ from odc_mpi.islands.change_rule import ChangeRule
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import SummaryField
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.islands.outer_loop import OuterLoop
+from odc_mpi.training.islands.outer_loop import OuterLoop, merge_results
 
 
 class OuterLoopCallback(Callback):
@@ -31,10 +32,19 @@ class OuterLoopCallback(Callback):
 
     @override
     def on_optimizer_step(self, step: Step) -> None:
-        tokens = [0] * self.loop.num_islands if step.metrics["skipped"] else step.minibatch.island_tokens
-        has_changed = self._rule is not None and self._rule.update(self._model.replica_norms)
-        result = self.loop.step(tokens, sync_all=has_changed or step.number == self._num_steps)
+        amounts = step.minibatch.island_amounts
+        weights = [0] * len(amounts) if step.metrics["skipped"] else amounts
+        result = self.loop.step(weights, sync_all=self._has_changed(amounts))
+        if step.number == self._num_steps:
+            result = merge_results([each for each in (result, self.loop.average()) if each])
         step.metrics |= result._asdict() if result else {"bytes_between_islands": 0.0, "island_wait_s": 0.0}
+
+    def _has_changed(self, amounts: Sequence[int]) -> bool:
+        if self._rule is None:
+            return False
+        # Each island has only its share of the gradient of the minibatch.
+        norms = zip(self._model.replica_norms, amounts, strict=True)
+        return self._rule.update([norm / amount if amount else math.nan for norm, amount in norms])
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_exact_islands_depend_neither_on_their_ranks_nor_on_a_later_cost(dataset
 def test_shares_are_those_of_loss_tokens(dataset: Dataset) -> None:
     assert shares(dataset, 2) == [1.0, 1.0]
     minibatch = next(island_loader(dataset, size=2))
-    assert minibatch.island_tokens == (minibatch.num_tokens,)
+    assert minibatch.island_amounts == (minibatch.num_tokens,)
     for size in (3, 6):
         found = shares(dataset, size, num_islands=3)
         minibatches = [next(island_loader(dataset, rank=r, size=size, num_islands=3)) for r in range(size)]
@@ -124,9 +124,9 @@ def test_shares_are_those_of_loss_tokens(dataset: Dataset) -> None:
         for rank, minibatch in enumerate(minibatches):
             ranks = range(rank * 3 // size * (size // 3), (rank * 3 // size + 1) * (size // 3))
             num_tokens = sum(microbatch.num_tokens for r in ranks for microbatch in minibatches[r])
-            assert minibatch.island_tokens[rank * 3 // size] == num_tokens
+            assert minibatch.island_amounts[rank * 3 // size] == num_tokens
             assert found[rank] == num_tokens / minibatch.num_tokens
-        assert sum(minibatches[0].island_tokens) == minibatches[0].num_tokens
+        assert sum(minibatches[0].island_amounts) == minibatches[0].num_tokens
 
 
 @pytest.mark.parametrize("balance", BALANCE_STRATEGIES)
@@ -144,5 +144,5 @@ def test_shares_of_pairs_are_those_of_their_number(tmp_path: Path) -> None:
     with Dataset(tmp_path / "pairs.h5") as pairs:
         settings = {"minibatch_sequences": 4, "num_islands": 2}
         minibatch = next(island_loader(pairs, size=2, **settings))
-        assert minibatch.island_tokens == (40, 18)
+        assert minibatch.island_amounts == (1, 3)
         assert shares(pairs, 2, **settings) == [0.25, 0.75]

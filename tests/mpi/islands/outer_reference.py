@@ -74,8 +74,9 @@ def train(module, names, dataset, minibatches, optim, islands):
             apply((step // period - 1) % islands.fragments)
     for number in list(sent):  # in flight
         apply(number)
-    for number in range(islands.fragments):  # all at the end
+    for number in range(islands.fragments):  # the mean of the replicas at the end
         if tokens[number].sum():
             send(number)
-            apply(number)
+            for i, (mask, mean) in enumerate(zip(masks[number], sent.pop(number), strict=True)):
+                outer[i][mask] -= mean[mask]
     return losses, dict(zip(names, outer, strict=True))

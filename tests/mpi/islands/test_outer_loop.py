@@ -119,6 +119,55 @@ def test_a_difference_out_of_the_usual_range_is_left_out_and_its_island_named(
     assert errors.count("on island 1") == errors.count(text) == (2 if world.rank == 0 else 0), errors
 
 
+def test_an_island_that_is_left_out_keeps_none_of_its_parameters(world, dataset_path, monkeypatch):
+    """Its parameters, not only what it sent, are wrong; a share of them would be as wrong."""
+    config = configure(dataset_path, **WATCHED | {"islands.local_share": 0.5, "run.steps": 3})
+    with training(config, world, open_inputs(config, world.rank, world.size, world.size)) as (trainer, _):
+        trainer.step()
+        optimizer_step = trainer.update.optimizer.step
+
+        def broken():
+            optimizer_step()
+            if world.rank == 1:
+                for each in trainer.model.shard_parameters():
+                    each.data[:1] = math.nan
+
+        monkeypatch.setattr(trainer.update.optimizer, "step", broken)
+        assert trainer.step()["contributions_left_out"] == 1
+        monkeypatch.undo()
+        metrics = trainer.step()
+        assert metrics["contributions_left_out"] == 0 and not metrics["skipped"]
+
+
+def test_outer_parameters_that_differ_between_islands_end_the_run(world, dataset_path):
+    config = configure(dataset_path, **WATCHED)
+    with training(config, world, open_inputs(config, world.rank, world.size, world.size)) as (trainer, _):
+        trainer.step()
+        if world.rank == 1:
+            outer = find_outer_loop(trainer.callbacks)._optimizer.outer
+            next(each for each in outer if each.numel())[0] += 1e-3
+        with pytest.raises(TrainingError, match="the outer parameters of island 1 differ from those of island 0"):
+            trainer.step()
+        trainer.model.publish()
+
+
+def test_islands_synchronize_when_the_gradient_norm_changes(world, dataset_path):
+    """After each of the first 25 steps, at the latest 10 steps later, and at a peak of one island's norm."""
+    changes = {"islands.sync_when": "change", "islands.change": 0.5, "islands.sync_every": 10, "run.steps": 60}
+    config = configure(dataset_path, **OUTER | changes)
+    with training(config, world, open_inputs(config, world.rank, world.size, world.size)) as (trainer, _):
+        found = []
+        for number in range(1, 61):
+            if number == 40 and world.rank == 1:
+                trainer.objective.loss = lambda *a, loss=trainer.objective.loss: 100 * loss(*a)
+            metrics = trainer.step()
+            trainer.objective.__dict__.pop("loss", None)
+            if "outer_norm" in metrics:
+                assert metrics["contributions_left_out"] == 0, number
+                found.append(number)
+    assert found == [*range(1, 26), 35, 40, 50, 60]
+
+
 def test_a_run_ends_if_an_island_is_left_out_three_times_in_a_row(world, dataset_path, spoil):
     config = configure(dataset_path, **WATCHED)
     spoil(range(2, 5), math.inf)
@@ -156,3 +205,24 @@ def test_the_outer_loop_in_a_loop_of_its_own(world):
         OuterLoop(world, model, Islands(world, 1))
     with pytest.raises(UserError, match="islands: expected two or more, got 1"):
         OuterLoop(world, model, Islands(world, world.size, "outer"))
+
+
+def test_a_parameter_that_an_island_does_not_use_is_not_decayed_there(world):
+    if world.size % 2:
+        pytest.skip("an odd number of ranks")
+    islands = Islands(world, world.size // 2, "outer")
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    for layer in module:
+        torch.nn.init.ones_(layer.weight)
+    model = shard_model(module, world, islands=islands, units=[torch.nn.Linear])
+    optimizer = torch.optim.SGD(model.shard_parameters(), lr=1.0, weight_decay=0.5)
+    with model.minibatch():
+        used = model if islands.index == 0 else model.module[0]
+        (0 * used(torch.ones(1, 8)).sum()).backward()
+    optimizer.step()
+    model.publish()
+    state = model.state_dict()
+    world.gather_objects(None)
+    model.close()
+    assert torch.equal(state["0.weight"], torch.full((8, 8), 0.5))
+    assert torch.equal(state["1.weight"], torch.full((8, 8), 0.5 if islands.index == 0 else 1.0))
