@@ -69,7 +69,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     if begin == _HDF5:
         raise UserError(f"{expected} is HDF5: give the file of prompts itself, without odc-mpi prepare")
     empty = True
-    for block in DataSource(str(path), None, (path,)).read(lambda: 1, lambda _: None):
+    for block in DataSource(str(path), None, (path,)).read(lambda _: None):
         empty = False
         records = ((parse(), location) for location, parse in block.records())
         yield [(parse_prompt(record, location), record) for record, location in records]

@@ -117,7 +117,7 @@ def test_rows_are_as_lines() -> None:
         {"messages": None, "tools": None, "text": "x"},
     ]
     [source] = find_sources([table("a.parquet", rows)])
-    [block] = source.read(lambda: 1, lambda _: None)
+    [block] = source.read(lambda _: None)
     examples = [parse_example(record(), where) for where, record in block.records()]
     assert examples == [Conversation("a.parquet, row 1", chat, tools), PromptCompletion("a.parquet, row 2", "", "x")]
     Path("bad.parquet").write_bytes(b"PAR1 or not")
@@ -170,7 +170,7 @@ def test_a_file_is_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     table("a.parquet", [{"text": str(i)} for i in range(50)])
     [source] = find_sources(["a.parquet"])
     advanced: list[int] = []
-    blocks = list(source.read(lambda: 1, advanced.append))
+    blocks = list(source.read(advanced.append))
     assert len(blocks) == 8 and sum(advanced) <= source.num_bytes
     places = [where for block in blocks for where, _ in block.records()]
     assert places == [f"a.parquet, row {i + 1}" for i in range(50)]

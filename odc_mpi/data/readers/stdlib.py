@@ -9,8 +9,8 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MIN_COMPLETION_CHARS = 15  # excludes `pass` and `return self`
 MAX_CHARS = 13_000  # prompt and completion together; only a few functions are longer
@@ -19,8 +19,7 @@ MAX_CHARS = 13_000  # prompt and completion together; only a few functions are l
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-@dataclass(frozen=True)
-class StdlibFunction:
+class StdlibFunction(NamedTuple):
     """A function, split after its docstring.
 
     Attributes:
