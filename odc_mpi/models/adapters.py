@@ -124,8 +124,10 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             text = f"it has no dropout for fused experts: set lora.dropout to 0, got {settings['lora_dropout']}"
         raise UserError(f"lora: peft cannot adapt {type(module).__name__}: {text}") from error
     add_in_forward(module)
+    adapter = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    adapter |= {"peft_type": "LORA", "inference_mode": True}
     weights, base = AdapterWeights(meta_model.weights, module, seed), cast(HashedWeights, meta_model.weights)
-    return replace(meta_model, weights=weights, adapter=_as_json(config), base=base)
+    return replace(meta_model, weights=weights, adapter=adapter, base=base)
 
 
 def add_in_forward(module: nn.Module) -> None:
@@ -249,11 +251,8 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
         owners = {target: [name.rpartition(".")[0] for name in names] for target, names in target_parameters.items()}
-        for setting, matches in (
-            ("target_modules", target_modules),
-            ("modules_to_save", saved_modules),
-            ("target_parameters", owners),
-        ):
+        checked = {"target_modules": target_modules, "modules_to_save": saved_modules, "target_parameters": owners}
+        for setting, matches in checked.items():
             for requested, names in matches.items():
                 if any(modules.get(name) in (embedding, head) for name in names):
                     raise UserError(
@@ -309,9 +308,3 @@ def _match(
 
 def _last_parts(names: Collection[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-
-
-def _as_json(config: Any) -> dict[str, Any]:
-    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    content["peft_type"] = "LORA"
-    return content | {"inference_mode": True}

@@ -74,10 +74,6 @@ def task_of(class_name: str) -> Task:
 
 
 def set_padding(config: Any, padding: int) -> None:
-    """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model.
-
-    A transformers sequence classifier scores the last token that is not padding. `ENDS_WITH_TURN` records that the
-    model is trained on answers that end with the end-of-turn token, without the whitespace that templates append.
-    """
+    """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model."""
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)
