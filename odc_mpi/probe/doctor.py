@@ -160,7 +160,6 @@ def _device_properties(device: DeviceWindows) -> Table:
     properties = Table.grid(padding=(0, 3))
     properties.add_row("GPUs", "; ".join(device.names))
     properties.add_row("CUDA support", f"{_YES_NO[device.cuda_support]} (MPIX_Query_cuda_support)")
-    properties.add_row("memory kinds", device.alloc_kinds or "no answer")
     mapping = "no answer" if device.mapping_error is None else device.mapping_error or "yes"
     properties.add_row("mapped by ranks", mapping)
     properties.add_row("GPU windows", f"created: {created}, Accumulate to self: {to_self}")
