@@ -84,7 +84,8 @@ def resolve_model_path(
 ) -> str:
     """Return the directory of a model, which is downloaded first if it is a Hub model that is not in the cache.
 
-    Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged.
+    Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged. Raises
+    `AllRanksUserError` if the model is not in the cache and cannot be downloaded.
 
     Args:
         path: Directory of a model, or a Hub model (see `parse_name`).
@@ -93,9 +94,6 @@ def resolve_model_path(
         gather: Function that returns the values that all ranks pass to it. The default is for a single rank.
         downloads: True on one rank per node, which downloads the model for all ranks on the node.
         report: Function that is called with lines of text about the progress of the download.
-
-    Raises:
-        AllRanksUserError: The model is not in the cache and cannot be downloaded.
     """
     found = _find(path, weights)
     if None not in gather(found):

@@ -206,16 +206,14 @@ def encode_blocks(
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed.
+    The worker processes end when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a
+    worker process, or a worker process ended early.
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.
         worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
             chat template that replaces the tokenizer's own, or None; options for sequences.
         num_proc: Number of worker processes.
-
-    Raises:
-        UserError: `encode_block` raised it in a worker process, or a worker process ended early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()

@@ -111,14 +111,13 @@ class DataSource:
 def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSource]:
     """Return the sources that the user specified. Data sets on the Hugging Face Hub are downloaded if necessary.
 
+    Raises `UserError` if a source does not exist or cannot be loaded, a folder has no data files, a weight is not a
+    finite number above 0, only some sources have a weight, or `split` is given but no source has splits.
+
     Args:
         specs: Specification of each source: a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by
             a colon and a weight. If the complete specification names an existing file or folder, there is no weight.
         split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
-
-    Raises:
-        UserError: A source does not exist or cannot be loaded, a folder has no data files, a weight is not a finite
-            number above 0, only some sources have a weight, or `split` is given but no source has splits.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):
@@ -240,15 +239,14 @@ class Mixture:
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     """Determine the number of examples to use from each source. If sources have weights, their examples are counted.
 
+    Raises `UserError` if a source with a weight is empty, or the weights require more than 1000 passes over a source.
+
     Args:
         sources: Sources, which must all have a weight or all have none.
         strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
             example twice: the source with the fewest examples relative to its weight is used completely, and the others
             in part. "all_exhausted" uses every example: the source with the most examples relative to its weight is
             used once, and the others repeatedly.
-
-    Raises:
-        UserError: A source with a weight is empty, or the weights require more than 1000 passes over a source.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)

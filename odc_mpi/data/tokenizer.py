@@ -103,12 +103,12 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
     """Load a fast tokenizer with transformers.
 
+    Raises `UserError` if `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast
+    tokenizer.
+
     Args:
         location: Directory written by `save_pretrained`, or data set that contains a tokenizer.
         setting: Name of the setting or option that specifies `location`, for error messages.
-
-    Raises:
-        UserError: `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast tokenizer.
     """
     if location.is_dir():
         if not any(_is_tokenizer_file(path.name) for path in location.iterdir()):

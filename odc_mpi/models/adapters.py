@@ -82,7 +82,8 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     """Add LoRA adapters to a model on the meta device, and return the model with a source of all its weights.
 
     Only the adapters and the copies of the modules in `modules_to_save` are trainable. The new head of a reward model
-    is added to `modules_to_save`.
+    is added to `modules_to_save`. Raises `UserError` if peft is not installed, a name in `settings` matches no module
+    or parameter, a layer does not exist, or a module cannot be adapted.
 
     Args:
         meta_model: Base model. Its module is modified in place.
@@ -90,10 +91,6 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             `SETTINGS` or `OPTIONAL_SETTINGS` are ignored.
         seed: Seed for the initial adapter weights.
         dtype: Dtype of the base parameters and, as in peft, of the copies in `modules_to_save`. Adapters are float32.
-
-    Raises:
-        UserError: peft is not installed, a name in `settings` matches no module or parameter, a layer does not exist,
-            or a module cannot be adapted.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model

@@ -63,16 +63,14 @@ def build_for_training(
 ) -> transformers.PreTrainedModel:
     """Build a model on the meta device, with packed attention if the model supports it, otherwise with its own.
 
-    A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision.
+    A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision. Raises
+    `UserError` if the model cannot be trained.
 
     Args:
         build: Function that builds the model with the given attention implementation of transformers; None selects the
             model's default. A `UserError` that it raises must be chained to the exception of transformers.
         setting: Name of the setting that selects the model, for error messages.
         attn_implementation: Attention within each sequence, "sdpa" or "eager".
-
-    Raises:
-        UserError: The model cannot be trained.
     """
     module: Any
     try:

@@ -160,6 +160,9 @@ def decide(
 ) -> Decision:
     """Decide how ranks communicate.
 
+    Raises `UserError` if `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is
+    "thread" although MPI does not grant MPI_THREAD_MULTIPLE.
+
     Args:
         report: Report of a probe. Operations for which it has no result are avoided where possible.
         settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
@@ -167,10 +170,6 @@ def decide(
         maps_devices: True if all ranks can map the memory of each other's devices.
         mapping_error: Reason why they cannot, or "" if this was not tested.
         device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.
-
-    Raises:
-        UserError: `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is "thread"
-            although MPI does not grant MPI_THREAD_MULTIPLE.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
