@@ -60,10 +60,7 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 
 def download_hint(path: str) -> str:
-    """Return the end of an error message about a missing model: the command that downloads the Hub model `path`.
-
-    Return "" if `path` does not denote a Hub model (see `parse_name`).
-    """
+    """Return the end of an error message about a missing model: the command that downloads `path`, or "" for others."""
     name, revision = parse_name(path) or ("", None)
     return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
 

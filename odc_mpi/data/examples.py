@@ -109,9 +109,8 @@ class PreferencePair:
 class Columns:
     """Names in a source for the fields that this module expects.
 
-    Attributes:
-        names: Mapping from each renamed field to its name in the source, such as ``{"prompt": "question"}``. If
-            required fields of a format are renamed, only formats that contain all of these fields are accepted.
+    `names` maps each renamed field to its name in the source, such as ``{"prompt": "question"}``. If required fields of
+    a format are renamed, only formats that contain all of these fields are accepted.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)

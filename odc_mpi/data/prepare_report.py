@@ -121,12 +121,7 @@ class PrepareReport(FilterCounts):
 
 
 class PrepareStats:
-    """Counters for the sequences and invalid records of all sources.
-
-    Args:
-        invalid: Counter of invalid records.
-        sources: Name of each source.
-    """
+    """Counters for the sequences and invalid records of all sources, which are given by their names."""
 
     def __init__(self, invalid: InvalidRecords, sources: Sequence[str]) -> None:
         self._invalid = invalid
@@ -161,9 +156,7 @@ class PrepareStats:
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
         """Return the counts for a `PrepareReport`, except `vocab_size`, as a dictionary that JSON can represent.
 
-        Args:
-            writer: Writer of the sequences for training.
-            held_out: Writer of the held-out sequences, if any.
+        The arguments are the writer of the sequences for training, and that of the held-out sequences, if any.
         """
         return {
             "num_sequences": writer.num_sequences,

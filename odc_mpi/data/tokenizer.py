@@ -101,14 +101,10 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer with transformers.
+    """Load a fast tokenizer with transformers from a directory of `save_pretrained`, or a data set with a tokenizer.
 
     Raises `UserError` if `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast
-    tokenizer.
-
-    Args:
-        location: Directory written by `save_pretrained`, or data set that contains a tokenizer.
-        setting: Name of the setting or option that specifies `location`, for error messages.
+    tokenizer. The message names `setting`, the setting or option that specifies `location`.
     """
     if location.is_dir():
         if not any(_is_tokenizer_file(path.name) for path in location.iterdir()):

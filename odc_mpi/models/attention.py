@@ -36,11 +36,7 @@ class ContextParallelUnsupportedError(ValueError):
 
 
 class SequenceChunk(Protocol):
-    """Chunk of a sequence that is split across ranks. For the arguments of `attend`, see `packed_attention`.
-
-    Attributes:
-        num_tokens: Number of tokens in the unsplit sequence.
-    """
+    """Chunk of a sequence that is split across ranks. The unsplit sequence has `num_tokens` tokens."""
 
     num_tokens: int
 

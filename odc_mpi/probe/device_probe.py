@@ -47,10 +47,7 @@ def try_device(
 ) -> ProbeReport:
     """Try windows on the devices of all ranks, and return `report` with the results added. Collective.
 
-    Args:
-        pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
-        on_message: Function called on every rank before each trial with the report so far and the name of the trial,
-            such as "device.memory" or "from_device.same_node.get".
+    For `pairs`, see `probe.find_pairs`. `on_message` is called on every rank.
     """
     device.set_current()
     world.prepare_threads(device.set_current)

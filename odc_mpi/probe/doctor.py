@@ -54,14 +54,13 @@ def doctor(
 ) -> int:
     """Probe the MPI stack in child processes, and print the results on rank 0 as tables or as JSON. Collective.
 
+    Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0.
+
     Args:
         probe: Command that starts the child process.
         deadline_s: Time limit for the entire probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
             limit is exceeded, the results obtained so far are printed.
         operation_s: Time limit for the trial of one operation, in seconds.
-
-    Returns:
-        Exit code: 1 on rank 0 if MPI did not start, otherwise 0.
     """
     rank = launched_rank()
     if has_gpu():

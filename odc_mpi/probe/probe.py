@@ -48,12 +48,9 @@ def probe(
 ) -> ProbeReport:
     """Try shared memory, windows and optionally windows on devices, and return the report. Collective.
 
-    Raises `AllRanksUserError` if a node has too little memory for the smallest window that is tried.
-
-    Args:
-        on_message: Function called on every rank before each trial with the report so far and the name of the trial,
-            and at the end with the report and None.
-        device: Device of this rank, given on all ranks or on none. Trials of windows on devices may crash the process.
+    `on_message` is called on every rank. `device` is the device of this rank, given on all ranks or on none. Trials of
+    windows on devices may crash the process. Raises `AllRanksUserError` if a node has too little memory for the
+    smallest window that is tried.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")

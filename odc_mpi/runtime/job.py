@@ -142,10 +142,8 @@ class Job:
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
         """Context manager for a collective operation. Publishes this rank's arrival, and sets a deadline.
 
-        Args:
-            what: Description of the operation for error messages ("... while <what>").
-            among: Ranks that take part, or None for all ranks of the job. Only collectives of all ranks are counted in
-                `Status.num_collectives`.
+        `among` are the ranks that take part, or None for all ranks of the job. Only collectives of all ranks are
+        counted in `Status.num_collectives`.
         """
         number = 0
         if among is None and self.status is not None:

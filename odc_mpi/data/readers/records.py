@@ -22,10 +22,7 @@ class InvalidRecordError(UserError):
 
 
 class InvalidRecords:
-    """Counter of skipped invalid records.
-
-    Args:
-        skip: True to skip and count invalid records; False to raise a `UserError` for the first one.
+    """Counter of invalid records. If `skip` is False, the first one raises a `UserError` instead.
 
     Attributes:
         num_skipped: Number of records skipped so far.

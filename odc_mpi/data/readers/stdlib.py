@@ -20,12 +20,7 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 
 class StdlibFunction(NamedTuple):
-    """A function, split after its docstring.
-
-    Attributes:
-        prompt: Decorators, signature and docstring, ending in a newline.
-        completion: Code after the docstring.
-    """
+    """A function, split after its docstring. The prompt ends in a newline."""
 
     prompt: str
     completion: str
@@ -35,11 +30,9 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     """Yield the functions and methods with docstrings in the Python files of a folder, ordered by path and line.
 
     Duplicates, which occur in backports and generated code, are omitted, and so are files that cannot be parsed,
-    functions longer than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters.
-
-    Args:
-        root: Folder to search recursively, except for tests and installed packages; None for the standard library of
-            the running interpreter.
+    functions longer than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters. The
+    folder `root`, by default the standard library of the running interpreter, is searched recursively, except for tests
+    and installed packages.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):

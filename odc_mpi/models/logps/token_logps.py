@@ -37,14 +37,11 @@ class TokenScores(NamedTuple):
 
 
 class TokenLogps:
-    """Callable that computes the log-probabilities of given tokens under a model.
+    """Callable that computes the log-probabilities of given tokens under a causal language model, sharded or not.
 
     Usually, logits are computed only where they predict a given token. The logits of all positions are computed if the
     head is not a plain linear layer (for example, if it has adapters), or if the function that the model applies to the
     output of its head is not a `LogitTransform`.
-
-    Args:
-        module: Transformers causal language model, or the `module` of a sharded model.
     """
 
     def __init__(self, module: Any) -> None:
