@@ -85,7 +85,6 @@ def resolve_model_path(
     `AllRanksUserError` if the model is not in the cache and cannot be downloaded.
 
     Args:
-        path: Directory of a model, or a Hub model (see `parse_name`).
         setting: Name of the setting or option that specifies `path`, for the error message.
         weights: False if only the tokenizer is needed.
         gather: Function that returns the values that all ranks pass to it. The default is for a single rank.

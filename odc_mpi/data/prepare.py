@@ -114,7 +114,6 @@ def prepare(
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
         out: New file, or data set to replace (see `PrepareOptions.force`). The file does not change if an error occurs.
-        options: Options; None for the defaults.
         console: Console for a progress bar and notes on replaced files; None for no output. The report is not printed.
 
     Raises:
@@ -158,7 +157,6 @@ class _Plan:
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
-        chat_template: Chat template that replaces the tokenizer's own, or None.
         request: Digest of everything that determines the result.
         origin: Digest of the origins of the sources (see `DataSource.origin`).
     """

@@ -83,9 +83,6 @@ class PromptDataset:
     Attributes:
         lengths: Number of tokens in each prompt, int64 [n].
         locations: File and line or row of each prompt, for error messages.
-        vocab_size: Number of tokens in the tokenizer's vocabulary.
-        vocabulary: `vocabulary_digest` of the tokenizer.
-        max_token_id: Largest token ID in the prompts.
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:

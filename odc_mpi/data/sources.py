@@ -111,13 +111,11 @@ class DataSource:
 def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSource]:
     """Return the sources that the user specified. Data sets on the Hugging Face Hub are downloaded if necessary.
 
-    Raises `UserError` if a source does not exist or cannot be loaded, a folder has no data files, a weight is not a
-    finite number above 0, only some sources have a weight, or `split` is given but no source has splits.
-
-    Args:
-        specs: Specification of each source: a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by
-            a colon and a weight. If the complete specification names an existing file or folder, there is no weight.
-        split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
+    Each of `specs` is a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by a colon and a weight.
+    If the complete specification names an existing file or folder, there is no weight. For `split`, see
+    `hf_datasets.load`. Raises `UserError` if a source does not exist or cannot be loaded, a folder has no data files, a
+    weight is not a finite number above 0, only some sources have a weight, or `split` is given but no source has
+    splits.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):

@@ -43,15 +43,12 @@ class MetaModel:
 
     Attributes:
         module: Model. Its buffers are in host memory.
-        weights: Source of the parameter values.
         vocab_size: Number of rows of the embedding.
         num_matmul_params: Number of parameters, excluding the embedding unless it is tied to the output layer.
-        num_layers: Number of hidden layers.
         attention_dim: Number of attention heads times `head_dim`.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
-        packing: Decision on whether the model trains on packed sequences.
     """
 
     module: transformers.PreTrainedModel

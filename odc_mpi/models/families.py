@@ -69,8 +69,6 @@ def build_for_training(
     Args:
         build: Function that builds the model with the given attention implementation of transformers; None selects the
             model's default. A `UserError` that it raises must be chained to the exception of transformers.
-        setting: Name of the setting that selects the model, for error messages.
-        attn_implementation: Attention within each sequence, "sdpa" or "eager".
     """
     module: Any
     try:

@@ -165,8 +165,6 @@ def decide(
 
     Args:
         report: Report of a probe. Operations for which it has no result are avoided where possible.
-        settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
-        on_device: True if the model computes on a device.
         maps_devices: True if all ranks can map the memory of each other's devices.
         mapping_error: Reason why they cannot, or "" if this was not tested.
         device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.

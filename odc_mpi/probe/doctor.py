@@ -60,7 +60,6 @@ def doctor(
         probe: Command that starts the child process.
         deadline_s: Time limit for the entire probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
             limit is exceeded, the results obtained so far are printed.
-        operation_s: Time limit for the trial of one operation, in seconds.
     """
     rank = launched_rank()
     if has_gpu():

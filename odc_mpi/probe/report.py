@@ -89,11 +89,9 @@ class DeviceWindows:
     """Results for windows in device memory.
 
     Attributes:
-        names: Distinct names of the devices of all ranks.
         cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
         mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it. None
             if this was not tried.
-        window: True if a window could be created.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.

@@ -119,7 +119,6 @@ def compute_rewards(
     Args:
         reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
-        prompt, rank: Number of the prompt, and this rank, for messages.
         timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
             failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.

@@ -84,19 +84,13 @@ class Progress:
 
 
 class Job:
-    """State of this process in the job: deadlines, status and progress tasks.
+    """State of this process in the job: deadlines, status and progress tasks. For the arguments, see `World`.
 
-    Args:
-        timeout_s: Maximum duration of a wait, in seconds.
-        limit: Name of the setting that defines `timeout_s`, for error messages.
+    Raises `UserError` if the launcher and the MPI library are incompatible.
 
     Attributes:
         num_models: Number of open sharded models in this process.
         status: Status window, or None before it is created and after it is freed, when messages name no late ranks.
-        watchdog: Thread that checks the deadlines of this process.
-
-    Raises:
-        UserError: The launcher and the MPI library are incompatible.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:

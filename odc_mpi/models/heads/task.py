@@ -25,7 +25,6 @@ class Task:
         description: Kind of model, for error messages.
         suffix: Suffix of class names by which `task_of` recognizes the task; empty for the default task.
         auto_class: Transformers class that builds a model for this task from a configuration.
-        peft_type: Name of the task in peft.
         new_head: Name of the head that only models for this task have, or None. It is trained in full, even with LoRA.
     """
 

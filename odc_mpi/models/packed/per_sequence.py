@@ -67,7 +67,6 @@ def attend(
         kernel: Function that computes the causal attention of `[sequences, heads, tokens, head_dim]` queries, keys and
             values, such as a partial of `causal`.
         query, key, value: Packed states, `[1, heads, tokens, head_dim]`.
-        lengths: Number of tokens of each sequence.
         prompts: Number of tokens of the prompt that each sequence shares with an earlier one, or 0.
         chunk_size: Number of tokens of attention chunks, counted from the start of each sequence or of its shared
             prompt. None means no chunks.
