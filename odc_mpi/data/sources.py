@@ -227,11 +227,11 @@ class Mixture:
     def _passes(self, index: int) -> list[Callable[[], bool]]:
         """Return, for each pass over a source, a function that returns True for each example to use."""
         if self.counts is None:
-            return [_always]
+            return [lambda: True]
         count, num_taken = self.counts[index]
         complete, rest = divmod(num_taken, count)
         sample = [_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else []
-        return [_always] * complete + sample
+        return [lambda: True] * complete + sample
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
@@ -269,10 +269,6 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     if strategy == "first_exhausted":
         counts_taken = [min(pair) for pair in zip(counts_taken, counts, strict=True)]
     return Mixture(sources, list(zip(counts, counts_taken, strict=True)), seed)
-
-
-def _always() -> bool:
-    return True
 
 
 def _sample_without_replacement(count: int, num_samples: int, seed: str) -> Callable[[], bool]:

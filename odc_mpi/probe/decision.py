@@ -126,10 +126,12 @@ class Decision:
 
     def one_line(self) -> str:
         """Format all choices except `window` in one line for a log. Reasons are shown only for warnings and advice."""
-        choices = {name: choice for name in _LOG_TEXTS if (choice := getattr(self, name)) is not None}
-        return ", ".join(
-            f"{_LOG_TEXTS[name][choice.value]}{_format_urgent(choice.reason)}" for name, choice in choices.items()
-        )
+        parts = []
+        for name, texts in _LOG_TEXTS.items():
+            if (choice := getattr(self, name)) is not None:
+                is_urgent = "warning" in choice.reason or RUN_DOCTOR in choice.reason
+                parts.append(texts[choice.value] + (f" ({choice.reason})" if is_urgent else ""))
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as a JSON-serializable dictionary, `{setting: {"choice": value, "reason": reason}}`."""
@@ -143,10 +145,6 @@ def decide_collective() -> Decision:
         Choice(value, "comm.transport is collective") for value in ("none", "off", "reduce_scatter")
     )
     return Decision(window, off, reduction, off)
-
-
-def _format_urgent(reason: str) -> str:
-    return f" ({reason})" if "warning" in reason or RUN_DOCTOR in reason else ""
 
 
 def decide(
@@ -187,7 +185,9 @@ def decide(
     else:
         peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
         zero_copy = _zero_copy(report, settings.zero_copy)
-        window = _window(zero_copy)
+        window = Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
+        if zero_copy.value == "on":
+            window = Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
         reduction = _reduction(peers, settings.reduction)
     progress = _progress(report, peers, settings.progress, reduction.value)
     return Decision(window, zero_copy, reduction, progress, window_device, settings)
@@ -223,12 +223,6 @@ def _require_correct(report: ProbeReport, trial: tuple[str, ...], where: str, ad
             f"{OPERATION_NAMES[trial[-1]]} with a peer {where} delivers wrong data under {report.library} ({wrong}): "
             f"use another MPI library (odc-mpi doctor tests it){advice and ', or '}{advice}"
         )
-
-
-def _window(zero_copy: Choice) -> Choice:
-    if zero_copy.value == "on":
-        return Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
-    return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
 
 
 def _window_device(
