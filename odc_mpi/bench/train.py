@@ -29,15 +29,7 @@ from odc_mpi.training.exact.required_settings import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings, with_device
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.settings import (
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    load,
-)
+from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
 
 BASELINE = "fsdp2"
 #: FSDP2 with the `lb_mini` plan, and dummies on ranks with fewer microbatches: the baseline in AMD's port of ODC.
