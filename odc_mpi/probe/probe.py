@@ -56,14 +56,13 @@ def probe(
     on_message(report, "shared_memory")
     report = replace(report, shared_memory=_try_shared_memory(world))
     pairs = find_pairs(world.gather_objects(world.node))
-    if pairs:
-        with world.background_progress_off():
+    with world.background_progress_off():
+        if pairs:
             report = _try_pairs(world, report, pairs, budget, on_message)
-    if device is not None:
-        # Imported late: it imports torch, which takes a second.
-        from odc_mpi.probe.device_probe import try_device
+        if device is not None:
+            # Imported late: it imports torch, which takes a second.
+            from odc_mpi.probe.device_probe import try_device
 
-        with world.background_progress_off():
             report = try_device(world, report, pairs, device, on_message)
     on_message(report, None)
     return report
