@@ -60,10 +60,7 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 
 def download_hint(path: str) -> str:
-    """Return the end of an error message about a missing model: the command that downloads the Hub model `path`.
-
-    Return "" if `path` does not denote a Hub model (see `parse_name`).
-    """
+    """Return the end of an error message about a missing model: the command that downloads `path`, or "" for others."""
     name, revision = parse_name(path) or ("", None)
     return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
 
@@ -84,18 +81,15 @@ def resolve_model_path(
 ) -> str:
     """Return the directory of a model, which is downloaded first if it is a Hub model that is not in the cache.
 
-    Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged.
+    Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged. Raises
+    `AllRanksUserError` if the model is not in the cache and cannot be downloaded.
 
     Args:
-        path: Directory of a model, or a Hub model (see `parse_name`).
         setting: Name of the setting or option that specifies `path`, for the error message.
         weights: False if only the tokenizer is needed.
         gather: Function that returns the values that all ranks pass to it. The default is for a single rank.
         downloads: True on one rank per node, which downloads the model for all ranks on the node.
         report: Function that is called with lines of text about the progress of the download.
-
-    Raises:
-        AllRanksUserError: The model is not in the cache and cannot be downloaded.
     """
     found = _find(path, weights)
     if None not in gather(found):

@@ -29,15 +29,7 @@ from odc_mpi.training.exact.required_settings import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings, with_device
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.settings import (
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    load,
-)
+from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
 
 BASELINE = "fsdp2"
 #: FSDP2 with the `lb_mini` plan, and dummies on ranks with fewer microbatches: the baseline in AMD's port of ODC.
@@ -123,14 +115,12 @@ def measure(
     """Measure the training speed of all contenders on one node. Collective.
 
     After a warm-up, `repeats` rounds of `steps` minibatches follow. If `exact`, contenders in `EXACT` also take part.
+    Raises `AllRanksUserError` if there are several nodes, a setting or an input is invalid, or the losses do not agree.
 
     Returns:
         JSON object. For each contender, it contains the median of `tokens_per_s`, the lower and upper `quartiles`, the
         median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the maximum relative
         difference from the losses of FSDP2, which are in `losses`. Further keys describe the run.
-
-    Raises:
-        AllRanksUserError: There are several nodes, a setting or an input is invalid, or the losses do not agree.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")

@@ -11,7 +11,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
@@ -25,7 +25,7 @@ from odc_mpi.runtime.start.limits import exit_as_interrupted
 from odc_mpi.runtime.streams import open_standard_streams
 
 #: Command modules by name, in the order in which the help lists them. Each module defines `HELP`, `add_arguments` and
-#: `run`. Slow imports are in `run`, which raises `UserError` if arguments or input are invalid.
+#: `run`. Slow imports are in the functions. `run` raises `UserError` if arguments or input are invalid.
 COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
@@ -53,8 +53,11 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see {self.prog} --help")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser for all commands, which raises `UserError` instead of exiting if an argument is invalid."""
+def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser for all commands, with the options of those in `names`, which may import modules for them.
+
+    The parser raises `UserError` instead of exiting if an argument is invalid.
+    """
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
@@ -62,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         # The help of `train` lists all settings, whose modules are slow to import.
         add_help = command is not train
-        command.add_arguments(commands.add_parser(name, help=command.HELP, allow_abbrev=False, add_help=add_help))
+        command_parser = commands.add_parser(name, help=command.HELP, allow_abbrev=False, add_help=add_help)
+        if name in names:
+            command.add_arguments(command_parser)
     return parser
 
 
@@ -74,7 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
-    arguments, rest = parser().parse_known_args(argv)
+    arguments, rest = parser(argv).parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:
         words = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])
         raise UserError(f"unknown argument {rest[0]}: see {' '.join(words)}")

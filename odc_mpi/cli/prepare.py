@@ -6,6 +6,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from odc_mpi.cli.mpiexec import signals_handled
 from odc_mpi.cli.options import output, positive_int
@@ -29,7 +30,10 @@ Weights, such as a.jsonl:0.7 b.parquet:0.3, are the shares of the sources in the
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `odc-mpi prepare`."""
+    """Add the options of `odc-mpi prepare`, most of which are the fields of `PrepareOptions`."""
+    from odc_mpi.data.prepare import PrepareOptions
+
+    hints = get_type_hints(PrepareOptions, include_extras=True)
     parser.description = "Write an HDF5 data set of token sequences with a loss mask."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
@@ -42,52 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "standard library; with a weight: SOURCE:WEIGHT",
     )
     parser.add_argument("--out", type=output, required=True, metavar="FILE", help="data set to write, such as chats.h5")
-    parser.add_argument("--force", action="store_true", help="replace a data set that was made from other sources")
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR|NAME|DATA.h5",
-        help="directory, name on the hub, or data set; default: train a tokenizer",
-    )
-    parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces that of the tokenizer"
-    )
-    parser.add_argument(
-        "--split-turns",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
-    )
-    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
-    parser.add_argument(
-        "--overlong",
-        choices=("truncate", "drop", "split"),
-        default="truncate",
-        help="treatment of longer sequences; split: plain text only, into consecutive sequences",
-    )
-    parser.add_argument("--bad-lines", choices=("error", "skip"), default="error", help="treatment of invalid lines")
-    parser.add_argument(
-        "--eval-fraction", type=float, default=0.0, metavar="F", help="fraction to hold out in NAME.eval.h5, e.g. 0.02"
-    )
-    parser.add_argument(
-        "--columns", type=_columns, default={}, metavar="FIELD=NAME,...", help="names of the fields in SOURCE"
-    )
-    parser.add_argument(
-        "--split", metavar="NAME", help="split of a Hugging Face data set; default: train, or its only split"
-    )
-    parser.add_argument("--vocab-size", type=int, default=4096, help="vocabulary size of a trained tokenizer")
-    parser.add_argument("--seed", type=int, default=0, help="seed for sampling from sources with weights")
-    parser.add_argument(
-        "--stopping-strategy",
-        choices=("first_exhausted", "all_exhausted"),
-        default="first_exhausted",
-        help="end of a weighted mixture: before an example is used twice, or when each has been used",
-    )
+    for item in dataclasses.fields(PrepareOptions):
+        kind, help_text, *metavar = get_args(hints[item.name])
+        option = f"--{item.name.replace('_', '-')}"
+        if kind is bool:
+            parser.add_argument(option, action="store_true", help=help_text)
+        elif get_origin(kind) is Literal:
+            parser.add_argument(option, choices=get_args(kind), default=item.default, help=help_text)
+        else:
+            convert, default = (get_args(kind) or [kind])[0], item.default
+            if item.name == "columns":
+                convert, default = _columns, {}
+            parser.add_argument(option, type=convert, default=default, metavar=metavar[0], help=help_text)
     parser.add_argument(
         "--show", type=positive_int, metavar="N", help="print the first N sequences, with the loss tokens marked"
-    )
-    parser.add_argument(
-        "--num-proc", type=positive_int, metavar="N", help="processes; default: the available cores, 1 for little text"
     )
 
 

@@ -55,11 +55,8 @@ class Encoded:
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
     """Tokenize examples, which are prompts with completions or conversations, with a fast tokenizer from transformers.
 
-    Args:
-        split_turns: When to return one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-
-    Returns:
-        The sequences of each example: a single one, or one for each answer to train on in a conversation.
+    Returns the sequences of each example: a single one, or one for each answer to train on in a conversation. For
+    `split_turns`, see `templates.ChatRenderer`.
 
     Raises:
         UserError: The tokenizer has no end-of-sequence token (needed for `PromptCompletion`) or no chat template
@@ -97,8 +94,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
     """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
-    Args:
-        examples: One or more prompts without completions, or conversations, to which the generation prompt is added.
+    `examples` are one or more prompts without completions, or conversations, to which the generation prompt is added.
 
     Raises:
         UserError: An example is a conversation, but the tokenizer has no chat template.

@@ -51,14 +51,9 @@ class FilterCounts:
 
     Attributes:
         num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
-        num_truncated_tokens: Number of tokens removed from these sequences.
-        num_split: Number of plain texts that were split into several sequences.
-        num_dropped: Number of sequences that were dropped because they were longer than the maximum length.
-        num_dropped_tokens: Number of tokens in these sequences.
         num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
             length. A pair must have loss tokens in both answers, and different answers, within this length.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
-        num_split_turns: Number of conversations that were split into one sequence per answer.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing in the first of these conversations.
     """
@@ -96,8 +91,6 @@ class EncodedBlock:
 
     Attributes:
         sequences: Sequences for training, and held-out sequences.
-        counts: Counts of the sequences that were changed or dropped.
-        invalid: Error message for each invalid record.
         kinds: Location of the first pair of answers (key True) and of the first other example (key False). If a block
             contains both, it has no sequences.
     """
@@ -206,16 +199,13 @@ def encode_blocks(
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed.
+    The worker processes end when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a
+    worker process, or a worker process ended early.
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.
         worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
             chat template that replaces the tokenizer's own, or None; options for sequences.
-        num_proc: Number of worker processes.
-
-    Raises:
-        UserError: `encode_block` raised it in a worker process, or a worker process ended early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()

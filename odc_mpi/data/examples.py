@@ -109,9 +109,8 @@ class PreferencePair:
 class Columns:
     """Names in a source for the fields that this module expects.
 
-    Attributes:
-        names: Mapping from each renamed field to its name in the source, such as ``{"prompt": "question"}``. If
-            required fields of a format are renamed, only formats that contain all of these fields are accepted.
+    `names` maps each renamed field to its name in the source, such as ``{"prompt": "question"}``. If required fields of
+    a format are renamed, only formats that contain all of these fields are accepted.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -157,20 +156,11 @@ class Columns:
 
 
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
-    """Return the example or pair that a record contains.
+    """Return the example or pair that a record contains. The epilog of `odc-mpi prepare --help` lists the formats.
 
-    The first of these forms whose fields are all present is used:
-
-        `chosen` and `rejected`       a pair, optionally with a prompt in `prompt`, `conversations` or `instruction`
-        `messages`                    a list of messages
-        `prompt` and `completion`     two texts or two lists of messages
-        `conversations`               a list of objects with `from` and `value`
-        `instruction` and `output`    texts, optionally with `input`
-        `text`                        a text without a prompt
-
-    Conversations may have two more fields: `tools`, a list, and `system`, which is ignored if the first message is a
-    system message. Lists may be given as JSON text. `columns` renames fields. Raises an `InvalidRecordError` if the
-    record has any other form, or if a field has an invalid value.
+    The first format whose fields are all present is used. Conversations may have two more fields: `tools`, a list, and
+    `system`, which is ignored if the first message is a system message. Lists may be given as JSON text. `columns`
+    renames fields. Raises an `InvalidRecordError` if the record has any other form, or if a field has an invalid value.
     """
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV

@@ -15,15 +15,9 @@ def check_outputs(
 ) -> list[str]:
     """Check that `prepare` may write these files, and return a line of text for each data set that it would replace.
 
-    Args:
-        paths: Files to write.
-        tokenizer: Directory or data set that contains the tokenizer; None if a tokenizer is trained.
-        origin: Digest of the origins of the sources (see `DataSource.origin`).
-        force: True to allow replacing a data set whose stored digest differs from `origin` or cannot be read.
-
-    Raises:
-        UserError: A file is an input, exists but is not a data set, has a different `origin` although `force` is False,
-            cannot be accessed, or would be read as part of a source because of its folder and suffix.
+    Raises `UserError` if a file is an input, exists but is not a data set, was made from sources with another `origin`
+    (see `DataSource.origin`) although `force` is False, cannot be accessed, or would be read as part of a source
+    because of its folder and suffix.
     """
     replaced = []
     for path in paths:

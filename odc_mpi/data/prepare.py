@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -55,41 +55,39 @@ _MAX_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Options for `prepare`.
+    """Options for `prepare`, each with its help text for the command line and, if necessary, a name for its value.
 
-    Attributes:
-        tokenizer: Directory or data set that contains a tokenizer; None to train a tokenizer on the sources.
-        chat_template: File with a chat template that replaces the tokenizer's own; None to keep that of the tokenizer.
-        split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens in a sequence, or in a prompt with one answer of a pair; None for no limit.
-        overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
-            texts into consecutive sequences, and to truncate other sequences.
-        columns: Mapping from each renamed field to its name in the sources; see `examples.Columns`.
-        split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
-        vocab_size: Maximum number of tokens if a tokenizer is trained.
-        bad_lines: "error" to raise a `UserError` for an invalid record; "skip" to skip invalid records and count them.
-        eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. All
-            sequences of an example are held out together. The selection depends only on the tokens of the example.
-        seed: Seed for randomly selecting examples from sources with weights.
-        stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
-        num_proc: Number of processes; None for the number of available cores, or 1 if there is little text.
-        force: True to replace data sets that were made from other sources.
+    For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `hf_datasets.load`
+    (`split`) and `sources.mix` (`stopping_strategy`). All sequences of an example are held out together.
     """
 
-    tokenizer: Path | None = None
-    chat_template: Path | None = None
-    split_turns: SplitTurns = "auto"
-    max_length: int | None = None
-    overlong: Literal["truncate", "drop", "split"] = "truncate"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    split: str | None = None
-    vocab_size: int = 4096
-    bad_lines: Literal["error", "skip"] = "error"
-    eval_fraction: float = 0.0
-    seed: int = 0
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    num_proc: int | None = None
-    force: bool = False
+    force: Annotated[bool, "replace a data set that was made from other sources"] = False
+    tokenizer: Annotated[
+        Path | None, "directory, name on the hub, or data set; default: train a tokenizer", "DIR|NAME|DATA.h5"
+    ] = None
+    chat_template: Annotated[Path | None, "Jinja template that replaces that of the tokenizer", "FILE"] = None
+    split_turns: Annotated[
+        SplitTurns,
+        "write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
+    ] = "auto"
+    max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
+    overlong: Annotated[
+        Literal["truncate", "drop", "split"],
+        "treatment of longer sequences; split: plain text only, into consecutive sequences",
+    ] = "truncate"
+    bad_lines: Annotated[Literal["error", "skip"], "treatment of invalid lines"] = "error"
+    eval_fraction: Annotated[float, "fraction to hold out in NAME.eval.h5, e.g. 0.02", "F"] = 0.0
+    columns: Annotated[Mapping[str, str], "names of the fields in SOURCE", "FIELD=NAME,..."] = field(
+        default_factory=dict
+    )
+    split: Annotated[str | None, "split of a Hugging Face data set; default: train, or its only split", "NAME"] = None
+    vocab_size: Annotated[int, "vocabulary size of a trained tokenizer", "VOCAB_SIZE"] = 4096
+    seed: Annotated[int, "seed for sampling from sources with weights", "SEED"] = 0
+    stopping_strategy: Annotated[
+        Literal["first_exhausted", "all_exhausted"],
+        "end of a weighted mixture: before an example is used twice, or when each has been used",
+    ] = "first_exhausted"
+    num_proc: Annotated[int | None, "processes; default: the available cores, 1 for little text", "N"] = None
 
     def check(self) -> None:
         """Raise a `UserError` if an option is out of range."""
@@ -114,7 +112,6 @@ def prepare(
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
         out: New file, or data set to replace (see `PrepareOptions.force`). The file does not change if an error occurs.
-        options: Options; None for the defaults.
         console: Console for a progress bar and notes on replaced files; None for no output. The report is not printed.
 
     Raises:
@@ -158,7 +155,6 @@ class _Plan:
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
-        chat_template: Chat template that replaces the tokenizer's own, or None.
         request: Digest of everything that determines the result.
         origin: Digest of the origins of the sources (see `DataSource.origin`).
     """

@@ -22,21 +22,17 @@ class PrepareReport(FilterCounts):
     """Counts for a prepared data set, including those of `FilterCounts`.
 
     Attributes:
-        path: Path of the data set.
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
         chat_template: File with the chat template that replaced the tokenizer's own; None if it was not replaced.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
-        num_bad_lines: Number of invalid records that were skipped.
         bad_lines: Error messages of the first three invalid records.
-        longest: Number of tokens in the longest sequence.
         eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
         shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source; empty for
             a single source and for more than 50 sources.
         folders: For each source that is a folder, a line of text about its files.
         elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
-        num_proc: Number of processes used for tokenizing.
     """
 
     path: Path
@@ -121,12 +117,7 @@ class PrepareReport(FilterCounts):
 
 
 class PrepareStats:
-    """Counters for the sequences and invalid records of all sources.
-
-    Args:
-        invalid: Counter of invalid records.
-        sources: Name of each source.
-    """
+    """Counters for the sequences and invalid records of all sources, which are given by their names."""
 
     def __init__(self, invalid: InvalidRecords, sources: Sequence[str]) -> None:
         self._invalid = invalid
@@ -161,9 +152,7 @@ class PrepareStats:
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
         """Return the counts for a `PrepareReport`, except `vocab_size`, as a dictionary that JSON can represent.
 
-        Args:
-            writer: Writer of the sequences for training.
-            held_out: Writer of the held-out sequences, if any.
+        The arguments are the writer of the sequences for training, and that of the held-out sequences, if any.
         """
         return {
             "num_sequences": writer.num_sequences,

@@ -69,7 +69,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     if begin == _HDF5:
         raise UserError(f"{expected} is HDF5: give the file of prompts itself, without odc-mpi prepare")
     empty = True
-    for block in DataSource(str(path), None, (path,)).read(lambda: 1, lambda _: None):
+    for block in DataSource(str(path), None, (path,)).read(lambda _: None):
         empty = False
         records = ((parse(), location) for location, parse in block.records())
         yield [(parse_prompt(record, location), record) for record, location in records]
@@ -83,9 +83,6 @@ class PromptDataset:
     Attributes:
         lengths: Number of tokens in each prompt, int64 [n].
         locations: File and line or row of each prompt, for error messages.
-        vocab_size: Number of tokens in the tokenizer's vocabulary.
-        vocabulary: `vocabulary_digest` of the tokenizer.
-        max_token_id: Largest token ID in the prompts.
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:

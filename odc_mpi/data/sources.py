@@ -15,7 +15,7 @@ from typing import Any
 
 from odc_mpi.data.examples import Columns
 from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
-from odc_mpi.data.readers.records import Block, RepeatFn
+from odc_mpi.data.readers.records import Block
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 
@@ -92,38 +92,30 @@ class DataSource:
         count_file = {True: parquet.count_rows, False: text_files.count_records}
         return sum(count_file[_is_parquet(file)](file) for file in self.files)
 
-    def read(self, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
+    def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
         """Yield the examples in blocks.
 
-        Args:
-            num_repeats: Function that returns how many times to use an example. Called once for each example, in order.
-            on_bytes_read: Function that is called repeatedly with the number of bytes read since its last call.
+        `on_bytes_read` is called repeatedly with the number of bytes read since its last call.
         """
         if self.dataset is not None:
-            yield from hf_datasets.read_rows(self.name, self.dataset, num_repeats, on_bytes_read, self.num_bytes)
-            return
-        if not self.files:
-            samples = [(i + 1, sample) for i, sample in enumerate(self._samples) for _ in range(num_repeats())]
-            for begin in range(0, len(samples), _BLOCK_SAMPLES):
-                numbers, values = zip(*samples[begin : begin + _BLOCK_SAMPLES], strict=True)
-                records = [{"prompt": each.prompt, "completion": each.completion} for each in values]
-                yield Block(STDLIB, "function", list(numbers), records)
-        for file in self.files:
-            read_file = parquet.read_rows if _is_parquet(file) else text_files.read_records
-            yield from read_file(file, num_repeats, on_bytes_read)
+            yield from hf_datasets.read_rows(self.name, self.dataset, on_bytes_read, self.num_bytes)
+        elif not self.files:
+            for begin in range(0, len(self._samples), _BLOCK_SAMPLES):
+                records = [each._asdict() for each in self._samples[begin : begin + _BLOCK_SAMPLES]]
+                yield Block(STDLIB, "function", list(range(begin + 1, begin + len(records) + 1)), records)
+        else:
+            for file in self.files:
+                yield from (parquet.read_rows if _is_parquet(file) else text_files.read_records)(file, on_bytes_read)
 
 
 def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSource]:
     """Return the sources that the user specified. Data sets on the Hugging Face Hub are downloaded if necessary.
 
-    Args:
-        specs: Specification of each source: a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by
-            a colon and a weight. If the complete specification names an existing file or folder, there is no weight.
-        split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
-
-    Raises:
-        UserError: A source does not exist or cannot be loaded, a folder has no data files, a weight is not a finite
-            number above 0, only some sources have a weight, or `split` is given but no source has splits.
+    Each of `specs` is a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by a colon and a weight.
+    If the complete specification names an existing file or folder, there is no weight. For `split`, see
+    `hf_datasets.load`. Raises `UserError` if a source does not exist or cannot be loaded, a folder has no data files, a
+    weight is not a finite number above 0, only some sources have a weight, or `split` is given but no source has
+    splits.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):
@@ -228,22 +220,24 @@ class Mixture:
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
         """Yield blocks of the examples to use, each with the index of its source. See also `DataSource.read`."""
         for index, source in enumerate(self.sources):
-            for num_repeats in self._passes(index):
-                for block in source.read(num_repeats, on_bytes_read):
-                    yield index, block
+            for is_used in self._passes(index):
+                for block in source.read(on_bytes_read):
+                    yield index, block.select(is_used)
 
-    def _passes(self, index: int) -> list[RepeatFn]:
-        """Return, for each pass over a source, a function that selects examples."""
+    def _passes(self, index: int) -> list[Callable[[], bool]]:
+        """Return, for each pass over a source, a function that returns True for each example to use."""
         if self.counts is None:
-            return [_once]
+            return [lambda: True]
         count, num_taken = self.counts[index]
         complete, rest = divmod(num_taken, count)
         sample = [_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else []
-        return [_once] * complete + sample
+        return [lambda: True] * complete + sample
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     """Determine the number of examples to use from each source. If sources have weights, their examples are counted.
+
+    Raises `UserError` if a source with a weight is empty, or the weights require more than 1000 passes over a source.
 
     Args:
         sources: Sources, which must all have a weight or all have none.
@@ -251,9 +245,6 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
             example twice: the source with the fewest examples relative to its weight is used completely, and the others
             in part. "all_exhausted" uses every example: the source with the most examples relative to its weight is
             used once, and the others repeatedly.
-
-    Raises:
-        UserError: A source with a weight is empty, or the weights require more than 1000 passes over a source.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)
@@ -280,19 +271,15 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     return Mixture(sources, list(zip(counts, counts_taken, strict=True)), seed)
 
 
-def _once() -> int:
-    return 1
-
-
-def _sample_without_replacement(count: int, num_samples: int, seed: str) -> RepeatFn:
+def _sample_without_replacement(count: int, num_samples: int, seed: str) -> Callable[[], bool]:
     """Return a function that selects `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
     uniform = random.Random(seed).random  # the same in every version of Python
     left = [count, num_samples]
 
-    def num_repeats() -> int:
+    def is_used() -> bool:
         is_taken = uniform() * left[0] < left[1]
         left[0] -= 1
         left[1] -= is_taken
-        return int(is_taken)
+        return is_taken
 
-    return num_repeats
+    return is_used

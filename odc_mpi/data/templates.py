@@ -78,9 +78,8 @@ class ChatRenderer:
     def render_answers(self, chat: Conversation) -> list[Rendered]:
         """Render the training examples of a conversation, in which each trained answer has loss exactly once.
 
-        Raises:
-            InvalidRecordError: The chat template omits a part of an answer, or later messages change earlier text so
-                that an answer cannot be found or, if `split_turns` is "never", answers cannot share an example.
+        Raises `InvalidRecordError` if the chat template omits a part of an answer, or later messages change earlier
+        text so that an answer cannot be found or, if `split_turns` is "never", answers cannot share an example.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained = [i for i in answers if chat.message_has_loss(i)]

@@ -101,26 +101,18 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer with transformers.
+    """Load a fast tokenizer with transformers from a directory of `save_pretrained`, or a data set with a tokenizer.
 
-    Args:
-        location: Directory written by `save_pretrained`, or data set that contains a tokenizer.
-        setting: Name of the setting or option that specifies `location`, for error messages.
-
-    Raises:
-        UserError: `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast tokenizer.
+    Raises `UserError` if `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast
+    tokenizer. The message names `setting`, the setting or option that specifies `location`.
     """
-    if location.is_dir():
-        if not any(_is_tokenizer_file(path.name) for path in location.iterdir()):
-            raise UserError(f"expected a tokenizer in {str(location)!r}, got no files of one: change {setting}")
-        return _load(location, location, setting)
     files = tokenizer_files(location)
     if not files:
         raise UserError(
             f"expected the directory of a tokenizer, or a data set with a tokenizer, got {str(location)!r}: "
             f"change {setting}"
         )
-    return load_files(files, location, setting)
+    return _load(location, location, setting) if location.is_dir() else load_files(files, location, setting)
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:

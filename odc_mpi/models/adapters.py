@@ -82,7 +82,8 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     """Add LoRA adapters to a model on the meta device, and return the model with a source of all its weights.
 
     Only the adapters and the copies of the modules in `modules_to_save` are trainable. The new head of a reward model
-    is added to `modules_to_save`.
+    is added to `modules_to_save`. Raises `UserError` if peft is not installed, a name in `settings` matches no module
+    or parameter, a layer does not exist, or a module cannot be adapted.
 
     Args:
         meta_model: Base model. Its module is modified in place.
@@ -90,10 +91,6 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             `SETTINGS` or `OPTIONAL_SETTINGS` are ignored.
         seed: Seed for the initial adapter weights.
         dtype: Dtype of the base parameters and, as in peft, of the copies in `modules_to_save`. Adapters are float32.
-
-    Raises:
-        UserError: peft is not installed, a name in `settings` matches no module or parameter, a layer does not exist,
-            or a module cannot be adapted.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -124,8 +121,10 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             text = f"it has no dropout for fused experts: set lora.dropout to 0, got {settings['lora_dropout']}"
         raise UserError(f"lora: peft cannot adapt {type(module).__name__}: {text}") from error
     add_in_forward(module)
+    adapter = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    adapter |= {"peft_type": "LORA", "inference_mode": True}
     weights, base = AdapterWeights(meta_model.weights, module, seed), cast(HashedWeights, meta_model.weights)
-    return replace(meta_model, weights=weights, adapter=_as_json(config), base=base)
+    return replace(meta_model, weights=weights, adapter=adapter, base=base)
 
 
 def add_in_forward(module: nn.Module) -> None:
@@ -249,11 +248,8 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
         owners = {target: [name.rpartition(".")[0] for name in names] for target, names in target_parameters.items()}
-        for setting, matches in (
-            ("target_modules", target_modules),
-            ("modules_to_save", saved_modules),
-            ("target_parameters", owners),
-        ):
+        checked = {"target_modules": target_modules, "modules_to_save": saved_modules, "target_parameters": owners}
+        for setting, matches in checked.items():
             for requested, names in matches.items():
                 if any(modules.get(name) in (embedding, head) for name in names):
                     raise UserError(
@@ -309,9 +305,3 @@ def _match(
 
 def _last_parts(names: Collection[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-
-
-def _as_json(config: Any) -> dict[str, Any]:
-    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    content["peft_type"] = "LORA"
-    return content | {"inference_mode": True}

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -36,11 +36,7 @@ class ContextParallelUnsupportedError(ValueError):
 
 
 class SequenceChunk(Protocol):
-    """Chunk of a sequence that is split across ranks. For the arguments of `attend`, see `packed_attention`.
-
-    Attributes:
-        num_tokens: Number of tokens in the unsplit sequence.
-    """
+    """Chunk of a sequence that is split across ranks. The unsplit sequence has `num_tokens` tokens."""
 
     num_tokens: int
 
@@ -118,9 +114,10 @@ def packed_attention(
             "attention sinks": s_aux is not None,
             "attention temperatures by position": getattr(module, "attn_temperature_tuning", False),
             "values and keys of different sizes": key.shape != value.shape,
+            "no layer index (layer_idx)": getattr(module, "layer_idx", None) is None,
         }
         _refuse(ContextParallelUnsupportedError, "attention of a chunk supports only plain causal layers", unsupported)
-        output = chunk.attend(query, key, value, scaling, _layer_index(module))
+        output = chunk.attend(query, key, value, scaling, cast(int, module.layer_idx))
         return output.transpose(1, 2).contiguous(), None
     lengths = _differences(cu_seq_lens_q)
     num_keys = lengths if cu_seq_lens_k is None else _differences(cu_seq_lens_k)
@@ -175,15 +172,6 @@ def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool])
         raise kind(f"{supported}, got {', '.join(unsupported)}")
 
 
-def _layer_index(module: torch.nn.Module) -> int:
-    layer: int | None = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise ContextParallelUnsupportedError(
-            f"attention of a chunk needs the layer index: {type(module).__name__} has no layer_idx"
-        )
-    return layer
-
-
 def register() -> None:
     """Register the packed attention functions with transformers. Idempotent."""
     for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
@@ -192,21 +180,17 @@ def register() -> None:
             AttentionMaskInterface.register(IMPLEMENTATIONS[name], _local_pattern)
 
 
-class AttentionCall(NamedTuple):
-    """Recorded call to packed attention by the module `layer`. `soft_cap` is True if the scores have a soft cap."""
-
-    layer: torch.nn.Module
-    soft_cap: bool
-
-
 @contextmanager
-def recorded_calls() -> Iterator[list[AttentionCall]]:
-    """Context manager that yields a list to which each call to packed attention in the `with` block is appended."""
-    calls: list[AttentionCall] = []
+def recorded_calls() -> Iterator[list[tuple[torch.nn.Module, bool]]]:
+    """Context manager that yields a list to which each call to packed attention in the `with` block is appended.
+
+    A call is recorded as the calling layer and a bool, which is True if the scores have a soft cap.
+    """
+    calls: list[tuple[torch.nn.Module, bool]] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}
 
     def record(attend: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls.append(AttentionCall(module, kwargs.get("softcap") is not None))
+        calls.append((module, kwargs.get("softcap") is not None))
         return attend(module, *args, **kwargs)
 
     try:

@@ -43,15 +43,12 @@ class MetaModel:
 
     Attributes:
         module: Model. Its buffers are in host memory.
-        weights: Source of the parameter values.
         vocab_size: Number of rows of the embedding.
         num_matmul_params: Number of parameters, excluding the embedding unless it is tied to the output layer.
-        num_layers: Number of hidden layers.
         attention_dim: Number of attention heads times `head_dim`.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
-        packing: Decision on whether the model trains on packed sequences.
     """
 
     module: transformers.PreTrainedModel
@@ -71,9 +68,8 @@ def from_config(
 ) -> MetaModel:
     """Build a model from `settings`, with random weights that depend on `seed` but not on the number of ranks.
 
-    Raises:
-        UserError: In `settings` (the value of `model.config`), `model_type` is missing or unknown, or transformers does
-            not accept a setting; or the model is multimodal or cannot be trained.
+    Raises `UserError` if in `settings` (the value of `model.config`), `model_type` is missing or unknown, or
+    transformers does not accept a setting; or the model is multimodal or cannot be trained.
     """
     model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")
@@ -116,11 +112,9 @@ def from_directory(
     """Build the model in a Hugging Face directory, or only its text model if it is multimodal.
 
     The weights are read from the safetensors files. If these lack the head of `task`, the head is initialized randomly.
-    `overrides`, the value of `model.config`, contains transformers settings that replace those in config.json.
-
-    Raises:
-        UserError: A file or parameter is missing or cannot be used, a shape does not match the configuration, or the
-            model cannot be trained.
+    `overrides`, the value of `model.config`, contains transformers settings that replace those in config.json. Raises
+    `UserError` if a file or parameter is missing or cannot be used, a shape does not match the configuration, or the
+    model cannot be trained.
     """
     if not is_model_directory(path):
         raise UserError(

@@ -20,14 +20,12 @@ _INCIDENTAL = {
 def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """Return a copy of a transformers configuration with some settings replaced.
 
-    Settings that the configuration class derives from the replaced ones are derived again.
+    Settings that the configuration class derives from the replaced ones are derived again. Raises `UserError` if a
+    setting is unknown, or a value has no effect because other settings override it.
 
     Args:
         config: Configuration that transformers created from `content`, the content of config.json.
         overrides: New values, keyed by setting name. A nested mapping replaces only the entries that it contains.
-
-    Raises:
-        UserError: A setting is unknown, or a value has no effect because other settings override it.
     """
     changed = type(config).from_dict(_merge(config, content, overrides, "model.config."))
     values = flatten_config(json.loads(changed.to_json_string(use_diff=False)))

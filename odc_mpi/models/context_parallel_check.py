@@ -22,11 +22,9 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Number of attention layers and size of their keys and values in a model that supports context parallelism.
+    """Shape of the attention in a model that supports context parallelism.
 
-    Attributes:
-        num_layers: Number of attention layers.
-        token_numel: Number of elements in the keys and values of one token in one layer (maximum over the layers).
+    `token_numel` is the number of elements in the keys and values of one token in one layer (maximum over the layers).
     """
 
     num_layers: int

@@ -36,13 +36,11 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
     In the `with` block, the model uses the attention of transformers. The model and random state are restored on exit.
+    Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
 
     Args:
         module: Transformers causal language model, or the `module` of a sharded model.
         seed: Seed for the PyTorch random number generators in the `with` block. None keeps their current state.
-
-    Yields:
-        Function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
     cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"

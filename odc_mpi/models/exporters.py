@@ -30,13 +30,9 @@ from odc_mpi.shard.partition import replicated_persistent_tensors
 class AdapterExporter(Exporter):
     """Exporter of adapters to a directory that `PeftModel.from_pretrained` can load.
 
-    Args:
-        checkpoint: Adapter checkpoint.
-        base: Directory of the base model to name in the exported adapter_config.json. None means the directory recorded
-            in the checkpoint, which need not exist.
-
-    Raises:
-        UserError: `base` contains no model or the wrong one, or the base model is multimodal.
+    The exported adapter_config.json names the base model in the directory `base`, by default the one recorded in the
+    checkpoint, which need not exist. Raises `UserError` if `base` contains no model or the wrong one, or the base model
+    is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -140,13 +136,8 @@ class MergedExporter(PublishedExporter):
     """Exporter of a base model (or its text model, if it is multimodal) with the adapters merged into the weights.
 
     An adapted weight is `W + alpha / r * B @ A`, computed in float32. Modules trained in full replace the originals.
-
-    Args:
-        checkpoint: Adapter checkpoint.
-        base: Directory of the base model. None means the directory recorded in the checkpoint.
-
-    Raises:
-        UserError: The base model is missing or is not the base of the adapters.
+    `base` is the directory of the base model, by default the one recorded in the checkpoint. Raises `UserError` if the
+    base model is missing or is not the base of the adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:

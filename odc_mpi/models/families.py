@@ -59,24 +59,25 @@ _DECIDED: dict[str, Packing] = {}
 
 
 def build_for_training(
-    build: Callable[[str | None], transformers.PreTrainedModel],
-    setting: str,
-    attn_implementation: str,
+    build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str
 ) -> transformers.PreTrainedModel:
     """Build a model on the meta device, with packed attention if the model supports it, otherwise with its own.
 
-    A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision.
+    A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision. Raises
+    `UserError` if the model cannot be trained.
 
     Args:
         build: Function that builds the model with the given attention implementation of transformers; None selects the
             model's default. A `UserError` that it raises must be chained to the exception of transformers.
-        setting: Name of the setting that selects the model, for error messages.
-        attn_implementation: Attention within each sequence, "sdpa" or "eager".
-
-    Raises:
-        UserError: The model cannot be trained.
     """
-    module, reason = _build_packed(build, attention.IMPLEMENTATIONS[attn_implementation])
+    module: Any
+    try:
+        module = build(attention.IMPLEMENTATIONS[attn_implementation])
+        reason = _unpacked_reason(module)
+    except UserError as error:
+        if not isinstance(error.__cause__, KeyError):  # the model has a table of attention classes
+            raise
+        reason = "its attention accepts no attention function"
     packing = Packing(reason) if reason else _decide(module, attn_implementation)
     if packing.unpacked_reason is not None:
         module = build("eager" if attn_implementation == "eager" else None)
@@ -98,19 +99,6 @@ def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> P
     if key not in _DECIDED:
         _DECIDED[key] = _try_packed(module)
     return _DECIDED[key]
-
-
-def _build_packed(
-    build: Callable[[str | None], transformers.PreTrainedModel], implementation: str
-) -> tuple[Any, str | None]:
-    """Return a model with packed attention (None if it cannot be built), and the reason against packing, if any."""
-    try:
-        module = build(implementation)
-    except UserError as error:
-        if not isinstance(error.__cause__, KeyError):  # the model has a table of attention classes
-            raise
-        return None, "its attention accepts no attention function"
-    return module, _unpacked_reason(module)
 
 
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
@@ -150,9 +138,9 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
                 return Packing(f"its attention cannot run packed: {one_line_message(error)}")
         else:
             num_layers = module.config.get_text_config().num_hidden_layers
-            if len({call.layer for call in calls}) < num_layers:
+            if len({layer for layer, _ in calls}) < num_layers:
                 return Packing("not all of its layers call the attention function")
-    return Packing(soft_caps=any(call.soft_cap for call in calls))
+    return Packing(soft_caps=any(has_soft_cap for _, has_soft_cap in calls))
 
 
 def _is_trial_artifact(error: Exception) -> bool:

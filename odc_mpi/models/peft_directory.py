@@ -70,7 +70,11 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
     """
     base = base_model_path(path, base)
     config = _read_config(path)
-    _require_supported(path, config)
+    if missing := sorted(set(SETTINGS) - config.keys()):
+        raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
+    for name, value in config.items():  # such as DoRA
+        if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):
+            raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")
     meta_model = build.from_directory(base, attn_implementation)
     meta_model = add_adapters(meta_model, config, 0, stored_dtype(base))
     return replace(meta_model, weights=_PeftWeights(path, meta_model.module, meta_model.weights))
@@ -122,12 +126,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or kind != "LORA":
         raise UserError(f"{path / _CONFIG}: expected peft_type LORA, got {kind!r}: other adapters are not supported")
     return content
-
-
-def _require_supported(path: Path, config: dict[str, Any]) -> None:
-    """Raise `UserError` for missing entries, and for unsupported settings that affect the output, such as DoRA."""
-    if missing := sorted(set(SETTINGS) - config.keys()):
-        raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
-    for name, value in config.items():
-        if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):
-            raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")

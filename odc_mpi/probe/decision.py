@@ -126,10 +126,12 @@ class Decision:
 
     def one_line(self) -> str:
         """Format all choices except `window` in one line for a log. Reasons are shown only for warnings and advice."""
-        choices = {name: choice for name in _LOG_TEXTS if (choice := getattr(self, name)) is not None}
-        return ", ".join(
-            f"{_LOG_TEXTS[name][choice.value]}{_format_urgent(choice.reason)}" for name, choice in choices.items()
-        )
+        parts = []
+        for name, texts in _LOG_TEXTS.items():
+            if (choice := getattr(self, name)) is not None:
+                is_urgent = "warning" in choice.reason or RUN_DOCTOR in choice.reason
+                parts.append(texts[choice.value] + (f" ({choice.reason})" if is_urgent else ""))
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as a JSON-serializable dictionary, `{setting: {"choice": value, "reason": reason}}`."""
@@ -145,10 +147,6 @@ def decide_collective() -> Decision:
     return Decision(window, off, reduction, off)
 
 
-def _format_urgent(reason: str) -> str:
-    return f" ({reason})" if "warning" in reason or RUN_DOCTOR in reason else ""
-
-
 def decide(
     report: ProbeReport,
     settings: CommSettings = CommSettings(),
@@ -160,17 +158,14 @@ def decide(
 ) -> Decision:
     """Decide how ranks communicate.
 
+    Raises `UserError` if `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is
+    "thread" although MPI does not grant MPI_THREAD_MULTIPLE.
+
     Args:
         report: Report of a probe. Operations for which it has no result are avoided where possible.
-        settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
-        on_device: True if the model computes on a device.
         maps_devices: True if all ranks can map the memory of each other's devices.
         mapping_error: Reason why they cannot, or "" if this was not tested.
         device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.
-
-    Raises:
-        UserError: `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is "thread"
-            although MPI does not grant MPI_THREAD_MULTIPLE.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
@@ -190,7 +185,9 @@ def decide(
     else:
         peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
         zero_copy = _zero_copy(report, settings.zero_copy)
-        window = _window(zero_copy)
+        window = Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
+        if zero_copy.value == "on":
+            window = Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
         reduction = _reduction(peers, settings.reduction)
     progress = _progress(report, peers, settings.progress, reduction.value)
     return Decision(window, zero_copy, reduction, progress, window_device, settings)
@@ -226,12 +223,6 @@ def _require_correct(report: ProbeReport, trial: tuple[str, ...], where: str, ad
             f"{OPERATION_NAMES[trial[-1]]} with a peer {where} delivers wrong data under {report.library} ({wrong}): "
             f"use another MPI library (odc-mpi doctor tests it){advice and ', or '}{advice}"
         )
-
-
-def _window(zero_copy: Choice) -> Choice:
-    if zero_copy.value == "on":
-        return Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
-    return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
 
 
 def _window_device(

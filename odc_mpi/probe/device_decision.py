@@ -8,7 +8,7 @@ memory at the origin and with every kind of peer, and Get between devices must n
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, DeviceWindows, Peer, ProbeReport
+from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, Peer, ProbeReport
 
 #: Minimum bandwidth of Get between devices, as a fraction of the bandwidth between hosts. Below this minimum, staging
 #: through host memory is faster.
@@ -49,18 +49,14 @@ def summarize(report: ProbeReport) -> DeviceFindings:
     }
     if not device.own_accumulate:
         reductions.setdefault("accumulate", "Accumulate to a rank's own window on a GPU was not shown to work")
-    objections = [_window_objection(report, device), _operation_objection(report, peers, "get")]
+    objections = [_operation_objection(report, peers, "get")]
+    if not device.window:
+        problem = report.problem("device", "memory") or report.problem("device", "window")
+        objections.insert(0, f"windows on GPUs cannot be created ({problem or 'no answer'})")
     if len(reductions) == len(_REDUCED_BY):
         objections.append(reductions["mailbox"])
     objections += [_speed_objection(report, kind, peer) for kind, peer in peers.items()]
     return DeviceFindings(next((each for each in objections if each is not None), None), peers, reductions)
-
-
-def _window_objection(report: ProbeReport, device: DeviceWindows) -> str | None:
-    if device.window:
-        return None
-    problem = report.problem("device", "memory") or report.problem("device", "window")
-    return f"windows on GPUs cannot be created ({problem or 'no answer'})"
 
 
 def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:

@@ -47,15 +47,12 @@ def try_device(
 ) -> ProbeReport:
     """Try windows on the devices of all ranks, and return `report` with the results added. Collective.
 
-    Args:
-        pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
-        on_message: Function called on every rank before each trial with the report so far and the name of the trial,
-            such as "device.memory" or "from_device.same_node.get".
+    For `pairs`, see `probe.find_pairs`. `on_message` is called on every rank.
     """
     device.set_current()
     world.prepare_threads(device.set_current)
     names = tuple(sorted(set(world.gather_objects(device.name))))
-    report = report.with_device(names=names, cuda_support=cuda_support(), alloc_kinds=alloc_kinds())
+    report = report.with_device(names=names, cuda_support=cuda_support())
     on_message(report, "device.memory")
     errors = [error for error in world.gather_objects(allocation_error(device, LARGE_BYTES[-1])) if error]
     if errors:
@@ -96,8 +93,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
     if cached is not None and any(problem.cause is Cause.NO_ANSWER for problem in cached.problems):
         cached = cache.load(key, NO_ANSWER_MAX_AGE_S)
-    with world.collective("broadcasting the cached report about windows on devices"):
-        return world.comm.bcast(cached)
+    return world.gather_objects(cached)[0]
 
 
 def allocation_error(device: Device, num_bytes: int) -> str | None:
@@ -116,14 +112,6 @@ def cuda_support() -> bool | None:
         if function is not None:
             return bool(function())
     return None
-
-
-def alloc_kinds() -> str | None:
-    """Return the value of the info key mpi_memory_alloc_kinds (MPI-4.1), or None if MPI does not set this key."""
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    return kinds
 
 
 class DeviceBuffer(Buffer):

@@ -54,14 +54,12 @@ def doctor(
 ) -> int:
     """Probe the MPI stack in child processes, and print the results on rank 0 as tables or as JSON. Collective.
 
+    Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0.
+
     Args:
         probe: Command that starts the child process.
         deadline_s: Time limit for the entire probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
             limit is exceeded, the results obtained so far are printed.
-        operation_s: Time limit for the trial of one operation, in seconds.
-
-    Returns:
-        Exit code: 1 on rank 0 if MPI did not start, otherwise 0.
     """
     rank = launched_rank()
     if has_gpu():
@@ -160,7 +158,6 @@ def _device_properties(device: DeviceWindows) -> Table:
     properties = Table.grid(padding=(0, 3))
     properties.add_row("GPUs", "; ".join(device.names))
     properties.add_row("CUDA support", f"{_YES_NO[device.cuda_support]} (MPIX_Query_cuda_support)")
-    properties.add_row("memory kinds", device.alloc_kinds or "no answer")
     mapping = "no answer" if device.mapping_error is None else device.mapping_error or "yes"
     properties.add_row("mapped by ranks", mapping)
     properties.add_row("GPU windows", f"created: {created}, Accumulate to self: {to_self}")

@@ -4,6 +4,7 @@ A target's window contains float32 numbers followed by a 64-bit counter. The num
 exact, so results can be compared bitwise. The origin keeps a copy of the expected content of the window.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -81,31 +82,20 @@ class TrialOperation:
 
     def __init__(self, link: ProbeLink) -> None:
         self.link = link
-        self.max_bytes = 0
+        self._runs: Counter[int] = Counter()  # by number of bytes
 
     def run(self, num_bytes: int) -> None:
         """Run the operation once on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
-        self.max_bytes = max(self.max_bytes, num_bytes)
+        self._runs[num_bytes] += 1
         self._run(num_bytes)
-        self._update_expected(num_bytes)
 
     def is_correct(self) -> bool:
-        """Read the target's window, and return True if its content is as expected. One-sided."""
-        self.link.received.fill(255, self.max_bytes)
-        self.link.get(self.max_bytes)
-        is_correct = self._has_received()
-        # The next operation starts from the actual content, correct or not.
-        self.link.expected[: self.max_bytes] = self.link.received.read(self.max_bytes)
-        return is_correct
-
-    def _has_received(self) -> bool:
-        return np.array_equal(self.link.received.read(self.max_bytes), self.link.expected[: self.max_bytes])
+        """Return True if all runs had the expected effect. One-sided."""
+        max_bytes = max(self._runs)
+        return np.array_equal(self.link.received.read(max_bytes), self.link.expected[:max_bytes])
 
     def _run(self, num_bytes: int) -> None:
         raise NotImplementedError
-
-    def _update_expected(self, num_bytes: int) -> None:
-        """Update the expected content after a run. By default, do nothing."""
 
 
 class Get(TrialOperation):
@@ -113,10 +103,6 @@ class Get(TrialOperation):
 
     def _run(self, num_bytes: int) -> None:
         self.link.get(num_bytes)
-
-    @override
-    def is_correct(self) -> bool:
-        return self._has_received()
 
 
 class Write(TrialOperation):
@@ -126,8 +112,24 @@ class Write(TrialOperation):
         """Write or add the first `num_bytes` bytes of `source`, and wait until they are complete. One-sided."""
         raise NotImplementedError
 
+    @override
+    def is_correct(self) -> bool:
+        link, max_bytes = self.link, max(self._runs)
+        for num_bytes, num_runs in self._runs.items():
+            self._expect(link.expected[:num_bytes], link.values[:num_bytes], num_runs)
+        link.received.fill(255, max_bytes)
+        link.get(max_bytes)
+        is_correct = super().is_correct()
+        # The next operation starts from the actual content, correct or not.
+        link.expected[:max_bytes] = link.received.read(max_bytes)
+        return is_correct
+
     def _run(self, num_bytes: int) -> None:
         self.write(self.link.sent, num_bytes)
+
+    def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
+        """Change the expected content of the target's window as `num_runs` runs with the same values do."""
+        raise NotImplementedError
 
 
 class Put(Write):
@@ -140,17 +142,12 @@ class Put(Write):
         win.Flush(target)
 
     @override
-    def is_correct(self) -> bool:
-        self.link.expected[: self.max_bytes] = self.link.values[: self.max_bytes]
-        return super().is_correct()
+    def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
+        content[:] = values
 
 
 class Accumulate(Write):
     """Accumulate operation on integer-valued float32 numbers that are small enough for every sum to be exact."""
-
-    def __init__(self, link: ProbeLink) -> None:
-        super().__init__(link)
-        self._runs: dict[int, int] = {}
 
     @override
     def write(self, source: Buffer, num_bytes: int) -> None:
@@ -158,15 +155,9 @@ class Accumulate(Write):
         win.Accumulate([source.memory[:num_bytes], MPI.FLOAT], target, (0, num_bytes // 4, MPI.FLOAT), MPI.SUM)
         win.Flush(target)
 
-    def _update_expected(self, num_bytes: int) -> None:
-        self._runs[num_bytes] = self._runs.get(num_bytes, 0) + 1
-
     @override
-    def is_correct(self) -> bool:
-        for num_bytes, runs in self._runs.items():
-            values = self.link.values[:num_bytes].view(np.float32)
-            self.link.expected[:num_bytes].view(np.float32)[:] += runs * values
-        return super().is_correct()
+    def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
+        content.view(np.float32)[:] += num_runs * values.view(np.float32)
 
 
 class FetchAndOp(TrialOperation):
@@ -182,21 +173,18 @@ class FetchAndOp(TrialOperation):
         super().__init__(link)
         self._one, self._fetched = np.ones(1, dtype=np.int64), np.empty(1, dtype=np.int64)
         self._offset = link.expected.size - COUNTER_BYTES
-        self._count, self._is_correct = 0, True
+        self._fetched_in_order = True
 
     def _run(self, num_bytes: int) -> None:
         win, target = self.link.win, self.link.target
         win.Fetch_and_op([self._one, MPI.INT64_T], [self._fetched, MPI.INT64_T], target, self._offset, MPI.SUM)
         win.Flush(target)
-
-    def _update_expected(self, num_bytes: int) -> None:
-        self._is_correct = self._is_correct and bool(self._fetched[0] == self._count)
-        self._count += 1
+        self._fetched_in_order &= bool(self._fetched[0] == self._runs[num_bytes] - 1)
 
     @override
     def is_correct(self) -> bool:
         self._get_accumulate()
-        return self._is_correct and bool(self._fetched[0] == self._count)
+        return self._fetched_in_order and bool(self._fetched[0] == self._runs.total())
 
     def _get_accumulate(self) -> None:
         link, location, element = self.link, (self._offset, 1, MPI.INT64_T), MPI.INT64_T

@@ -48,26 +48,21 @@ def probe(
 ) -> ProbeReport:
     """Try shared memory, windows and optionally windows on devices, and return the report. Collective.
 
-    Args:
-        on_message: Function called on every rank before each trial with the report so far and the name of the trial,
-            and at the end with the report and None.
-        device: Device of this rank, given on all ranks or on none. Trials of windows on devices may crash the process.
-
-    Raises:
-        AllRanksUserError: A node has too little memory for the smallest window that is tried.
+    `on_message` is called on every rank. `device` is the device of this rank, given on all ranks or on none. Trials of
+    windows on devices may crash the process. Raises `AllRanksUserError` if a node has too little memory for the
+    smallest window that is tried.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")
     report = replace(report, shared_memory=_try_shared_memory(world))
     pairs = find_pairs(world.gather_objects(world.node))
-    if pairs:
-        with world.background_progress_off():
+    with world.background_progress_off():
+        if pairs:
             report = _try_pairs(world, report, pairs, budget, on_message)
-    if device is not None:
-        # Imported late: it imports torch, which takes a second.
-        from odc_mpi.probe.device_probe import try_device
+        if device is not None:
+            # Imported late: it imports torch, which takes a second.
+            from odc_mpi.probe.device_probe import try_device
 
-        with world.background_progress_off():
             report = try_device(world, report, pairs, device, on_message)
     on_message(report, None)
     return report
@@ -87,9 +82,7 @@ def environment_report(world: World) -> ProbeReport:
 def cached_or_quick_report(world: World) -> ProbeReport:
     """Return the report about this stack from rank 0's cache, or that of a quick probe if there is none. Collective."""
     key = report_key(world)
-    cached = cache.load(key) if world.rank == 0 else None
-    with world.collective("broadcasting the cached report of a probe"):
-        cached = world.comm.bcast(cached)
+    cached = world.gather_objects(cache.load(key) if world.rank == 0 else None)[0]
     if cached is not None:
         # These two may differ between runs on the same stack.
         return replace(cached, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
@@ -142,7 +135,8 @@ def _try_shared_memory(world: World) -> SharedMemory:
     readable = all(each.size == num_bytes and (each == other % 251 + 1).all() for other, each in enumerate(segments))
     starts = [segment.ctypes.data for segment in segments]
     contiguous = starts == [starts[0] + i * num_bytes for i in range(size)]
-    load_s = _load_time_s(segments[(rank + 1) % size]) if size > 1 else None
+    other = (rank + 1) % size
+    load_s = statistics.median(timed(lambda: segments[other][:64].copy()) for _ in range(20)) if size > 1 else None
     everywhere = world.gather_objects((readable, contiguous, load_s))
     segments.clear()
     with node.collective("freeing shared memory"):
@@ -154,11 +148,6 @@ def _try_shared_memory(world: World) -> SharedMemory:
         contiguous=all(contiguous for _, contiguous, _ in everywhere),
         load_s=max((load_s for *_, load_s in everywhere if load_s is not None), default=None),
     )
-
-
-def _load_time_s(segment: np.ndarray) -> float:
-    """Return the median time in seconds to copy 64 bytes from shared memory, including NumPy's overhead."""
-    return statistics.median(timed(lambda: segment[:64].copy()) for _ in range(20))
 
 
 def _try_pairs(

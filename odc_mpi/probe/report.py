@@ -89,12 +89,9 @@ class DeviceWindows:
     """Results for windows in device memory.
 
     Attributes:
-        names: Distinct names of the devices of all ranks.
         cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
-        alloc_kinds: Kinds of memory that the MPI library reports as supported (MPI-4.1, `mpi_memory_alloc_kinds`).
         mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it. None
             if this was not tried.
-        window: True if a window could be created.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.
@@ -102,7 +99,6 @@ class DeviceWindows:
 
     names: tuple[str, ...] = ()
     cuda_support: bool | None = None
-    alloc_kinds: str | None = None
     mapping_error: str | None = None
     window: bool | None = None
     own_accumulate: bool | None = None

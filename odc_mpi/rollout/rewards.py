@@ -113,17 +113,15 @@ def compute_rewards(
 ) -> GroupRewards:
     """Call all reward functions for the completions of one prompt, and return the rewards.
 
+    Raises `UserError` if `skip` is False, and a function raises an exception, exceeds the time limit, or does not
+    return a finite number or None for each completion.
+
     Args:
         reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
-        prompt, rank: Number of the prompt, and this rank, for messages.
         timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
             failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.
-
-    Raises:
-        UserError: `skip` is False, and a function raises an exception, exceeds the time limit, or does not return a
-            finite number or None for each completion.
     """
     count = len(reward_kwargs["completions"])
     per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from odc_mpi.models.decoding import Prompt, generation_mode
 
@@ -102,7 +102,7 @@ def sample(
                 {"max_new_tokens": num_left, "do_sample": False, "pad_token_id": 0},
                 cache=cache,
                 logits_processor=LogitsProcessorList([sampler]),
-                stopping_criteria=StoppingCriteriaList([_StopWhenCompactable(sampler)]),
+                stopping_criteria=StoppingCriteriaList([sampler.find_stopped_rows]),
             )
             left = sampler.drop_finished_rows()
             cache.batch_select_indices(left.to(module.device))
@@ -163,10 +163,14 @@ class _TokenSampler(LogitsProcessor):
             scores.fill_(-torch.inf).scatter_(1, sampled.to(scores.device)[:, None], 0.0)
         return scores
 
-    def should_compact(self) -> bool:
-        """Return True if so few rows are left that generation should continue without those that have ended."""
+    def find_stopped_rows(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return True for each row that has to stop: all rows if so few are left that it is faster without the others.
+
+        This is a stopping criterion of `generate`.
+        """
         left = len(self.done) - int(self.done.sum())
-        return 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
+        stops_all = 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
+        return (self.done | stops_all).to(input_ids.device)
 
     def drop_finished_rows(self) -> torch.Tensor:
         """Remove the rows that have ended, and return the indices that the remaining rows had in the previous batch."""
@@ -218,18 +222,6 @@ class _TokenSampler(LogitsProcessor):
             logps = [each[:length].numpy().copy() for each, length in zip(self._logps[rows], lengths, strict=True)]
             stopped: list[bool] = self._stopped[rows].tolist()
             self._on_prompt_done(group, PromptCompletions(tokens, logps, stopped, sum(self._entropy[rows].tolist())))
-
-
-class _StopWhenCompactable(StoppingCriteria):
-    """Stopping criterion that ends `generate` when all rows, or enough rows to continue without them, have ended."""
-
-    def __init__(self, sampler: _TokenSampler) -> None:
-        self._sampler = sampler
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return True for each row that has to stop."""
-        done = self._sampler.done
-        return (torch.ones_like(done) if self._sampler.should_compact() else done).to(input_ids.device)
 
 
 def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplingParams) -> torch.Tensor:

@@ -49,10 +49,8 @@ def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: 
     ranks could wait forever for a thread that ended silently. The previous hook prints the exception before the abort.
     Exceptions in other threads are only printed, as in plain Python.
 
-    Args:
-        reported_by: Function that publishes the text of an exception in the main thread, and returns the lowest rank
-            below this rank that has published the same text, or None. If it returns a rank, only that rank prints a
-            traceback.
+    `reported_by` publishes the text of an exception in the main thread, and returns the lowest rank below this rank
+    that has published the same text, or None. If it returns a rank, only that rank prints a traceback.
     """
     main_hook, thread_hook, pid = sys.excepthook, threading.excepthook, os.getpid()
     if getattr(thread_hook, "ends_the_job", False):

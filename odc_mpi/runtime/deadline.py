@@ -25,7 +25,6 @@ class Watchdog:
     """Thread that calls `on_expiry` when a wait exceeds its deadline.
 
     Args:
-        timeout_s: Maximum duration of a wait, in seconds.
         on_expiry: Function called in the watchdog thread with the description of the wait and its duration so far in
             seconds. It returns the number of seconds from now until the new deadline, or 0 to end the watchdog thread.
             It may also end the process.

@@ -84,20 +84,14 @@ class Progress:
 
 
 class Job:
-    """State of this process in the job: deadlines, status and progress tasks.
+    """State of this process in the job: deadlines, status and progress tasks. For the arguments, see `World`.
 
-    Args:
-        timeout_s: Maximum duration of a wait, in seconds.
-        limit: Name of the setting that defines `timeout_s`, for error messages.
+    Raises `UserError` if the launcher and the MPI library are incompatible.
 
     Attributes:
         num_models: Number of open sharded models in this process.
         places: Host of each rank, and its island if there are islands, for error messages.
         status: Status window, or None before it is created and after it is freed, when messages name no late ranks.
-        watchdog: Thread that checks the deadlines of this process.
-
-    Raises:
-        UserError: The launcher and the MPI library are incompatible.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
@@ -143,10 +137,8 @@ class Job:
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
         """Context manager for a collective operation. Publishes this rank's arrival, and sets a deadline.
 
-        Args:
-            what: Description of the operation for error messages ("... while <what>").
-            among: Ranks that take part, or None for all ranks of the job. Only collectives of all ranks are counted in
-                `Status.num_collectives`.
+        `among` are the ranks that take part, or None for all ranks of the job. Only collectives of all ranks are
+        counted in `Status.num_collectives`.
         """
         number = 0
         if among is None and self.status is not None:

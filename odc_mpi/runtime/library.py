@@ -13,12 +13,7 @@ import re
 
 from mpi4py import MPI
 
-_THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
-    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
-    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
-    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
-}
+_THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 def library_name(version: str) -> str:
@@ -44,7 +39,8 @@ def memory_model(win: MPI.Win) -> str:
 
 def thread_level() -> str:
     """Return the name of the thread level that MPI granted, such as "MPI_THREAD_MULTIPLE"."""
-    return _THREAD_LEVELS[MPI.Query_thread()]
+    level = MPI.Query_thread()
+    return next(f"MPI_THREAD_{name}" for name in _THREAD_LEVELS if getattr(MPI, f"THREAD_{name}") == level)
 
 
 def has_thread_multiple() -> bool:

@@ -83,9 +83,7 @@ def free_shm_bytes() -> int | None:
 def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
     """Raise `UserError` if this node has too little memory, or space in /dev/shm, for the windows of its ranks.
 
-    Args:
-        num_bytes: Total size of the windows of all `local_size` ranks on the node, in bytes.
-        what: Description of the windows for the error message, such as "the parameter and gradient windows".
+    All `local_size` ranks together need `num_bytes` bytes for the windows that `what` describes.
     """
     room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"
     available = available_bytes()

@@ -41,8 +41,7 @@ def gc_paused() -> Iterator[None]:
 def mpi_startup() -> Iterator[None]:
     """Context manager for imports that start MPI. Ends the process if MPI does not start in time (`start_limit`).
 
-    Raises:
-        UserError: There is no MPI library, or it does not support the launcher.
+    Raises `UserError` if there is no MPI library, or it does not support the launcher.
     """
     from odc_mpi.runtime.start.pmi import check_before_start
 

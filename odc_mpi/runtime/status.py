@@ -135,8 +135,7 @@ def nearby_ranks(rank: int, size: int) -> list[int]:
 class PageReader:
     """Reader for the pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
 
-    Args:
-        start: Function that starts reading the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
+    `start` starts reading the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
     """
 
     def __init__(self, start: Callable[[np.ndarray, int], MPI.Request]) -> None:

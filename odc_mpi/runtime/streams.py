@@ -9,10 +9,8 @@ from typing import TextIO
 class Output(io.FileIO):
     """Raw file for the descriptor of a standard stream. It discards all output after the first failed write.
 
-    As a result, a full disk does not end a training run, but a closed pipe still raises `BrokenPipeError`.
-
-    Attributes:
-        error: Error of the first failed write, or None if no write has failed. A `BrokenPipeError` is not stored.
+    As a result, a full disk does not end a training run, but a closed pipe still raises `BrokenPipeError`. `error` is
+    the error of the first failed write, or None. A `BrokenPipeError` is not stored.
     """
 
     error: OSError | None = None

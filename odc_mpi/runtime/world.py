@@ -285,9 +285,7 @@ class World(AbstractContextManager["World"]):
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if any node has too little memory for its ranks' windows. Collective.
 
-        Args:
-            num_bytes: Total size of this rank's windows, in bytes.
-            what: Description of the windows for the error message, such as "the work queue".
+        The windows of this rank have `num_bytes` bytes in total. `what` describes them, such as "the work queue".
         """
         total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):

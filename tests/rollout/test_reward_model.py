@@ -74,7 +74,7 @@ def test_directories_without_a_model_or_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"expected a reward model with config\.json, got .* without it: export"):
         load_reward_functions([str(tmp_path)], None)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"expected a tokenizer in .*, got no files of one"):
+    with pytest.raises(UserError, match=r"expected the directory of a tokenizer, .* got .*: change rl.reward_funcs"):
         load_reward_functions([str(tmp_path)], None)
 
 

@@ -16,9 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
     parser.add_argument("--out", type=output, required=True, metavar="NEW_DIR", help="directory to create")
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="default: model.param_dtype; float32 for adapters",
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: model.param_dtype; float32 for adapters"
     )
     parser.add_argument("--merge", action="store_true", help="adapters: write the merged, full model")
     parser.add_argument("--base", metavar="BASE", type=Path, help=BASE_HELP)

@@ -52,10 +52,7 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--base", metavar="DIR", type=Path, help=BASE_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; default: cpu")
     parser.add_argument(
-        "--attn-implementation",
-        type=attention_name,
-        metavar="{sdpa,eager}",
-        help="default: that of the run, else sdpa",
+        "--attn-implementation", type=attention_name, metavar="{sdpa,eager}", help="default: that of the run, else sdpa"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.records import Block, RepeatFn, without_nulls
+from odc_mpi.data.readers.records import Block, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 _BATCH_ROWS = 256
@@ -32,13 +32,9 @@ def is_hub_name(name: str) -> bool:
 def load(name: str, split: str | None) -> Any:
     """Load a `datasets.Dataset`, whose rows are read on demand. A data set on the Hub is downloaded if necessary.
 
-    Args:
-        name: Directory written by `save_to_disk`, or name of a data set on the Hub.
-        split: Name of the split to read. On the Hub, it may include a slice, as in "train[:1%]". None selects the only
-            split of a directory that has just one, and otherwise "train".
-
-    Raises:
-        UserError: The library is missing, or the data set or its split cannot be loaded.
+    `name` is a directory written by `save_to_disk`, or the name of a data set on the Hub. There, `split` may include a
+    slice, as in "train[:1%]". None selects the only split of a directory that has just one, and otherwise "train".
+    Raises `UserError` if the library is missing, or the data set or its split cannot be loaded.
     """
     try:
         import datasets
@@ -64,13 +60,11 @@ def load(name: str, split: str | None) -> Any:
     return splits[chosen]
 
 
-def read_rows(
-    name: str, dataset: Any, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None], num_bytes: int
-) -> Iterator[Block]:
+def read_rows(name: str, dataset: Any, on_bytes_read: Callable[[int], None], num_bytes: int) -> Iterator[Block]:
     """Yield the rows of a data set in blocks. Columns with images, sound or other media are omitted.
 
     `num_bytes` is the size of the data set's files. `on_bytes_read` receives a share of this size proportional to the
-    number of rows read. For `num_repeats`, see `DataSource.read`. Raises a `UserError` if rows cannot be read.
+    number of rows read. Raises a `UserError` if rows cannot be read.
     """
     # Features of media have the attribute `decode`, and would be decoded. `Json` has it, too, but should be decoded.
     columns = [
@@ -85,7 +79,5 @@ def read_rows(
         except Exception as error:  # damaged files, missing libraries for nested media
             raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
         rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
-        indices = [index for index in range(len(rows)) for _ in range(num_repeats())]
-        if indices:
-            yield Block(name, "row", [begin + index + 1 for index in indices], [rows[i] for i in indices])
+        yield Block(name, "row", list(range(begin + 1, begin + len(rows) + 1)), rows)
         on_bytes_read(num_bytes * len(rows) // len(dataset))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.records import Block, RepeatFn, without_nulls
+from odc_mpi.data.readers.records import Block, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
@@ -15,29 +15,26 @@ _BATCH_ROWS = 256
 _BUFFER_BYTES = 1 << 20
 
 
-def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
+def read_rows(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
     """Yield the rows of a file in blocks, in the order of the file. Columns with dates or times are omitted.
 
-    The number of bytes passed to `on_bytes_read` is approximate. For the arguments, see also `DataSource.read`. Raises
-    a `UserError` if the file or a value cannot be read, or if pyarrow is missing.
+    The number of bytes passed to `on_bytes_read` is approximate. Raises a `UserError` if the file or a value cannot be
+    read, or if pyarrow is missing.
     """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
     with _opened(path) as file:
         total = max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
-            indices = [i for i in range(batch.num_rows) for _ in range(num_repeats())]
-            if indices:
-                # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
-                no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
-                numbers = [done + i + 1 for i in indices]
-                chosen = pyarrow.Table.from_batches([batch.slice(i, 1) for i in indices])  # `take` lacks some types
-                try:
-                    rows = [without_nulls(row) for row in chosen.select(no_times).to_pylist()]
-                except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
-                    place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
-                    raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
-                yield Block(str(path), "row", numbers, rows)
+            numbers = list(range(done + 1, done + batch.num_rows + 1))
+            # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
+            no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
+            try:
+                rows = [without_nulls(row) for row in batch.select(no_times).to_pylist()]
+            except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
+                place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
+                raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
+            yield Block(str(path), "row", numbers, rows)
             done += batch.num_rows
             on_bytes_read(size * batch.num_rows // total)
 

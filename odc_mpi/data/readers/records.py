@@ -14,8 +14,6 @@ _MAX_EXAMPLES = 3
 _BLOCK_CHARS = 1 << 19
 _BLOCK_RECORDS = 1024
 
-#: Function that returns how many times to use a record. It is called once for each record, in the order of the file.
-RepeatFn = Callable[[], int]
 T = TypeVar("T")
 
 
@@ -24,10 +22,7 @@ class InvalidRecordError(UserError):
 
 
 class InvalidRecords:
-    """Counter of skipped invalid records.
-
-    Args:
-        skip: True to skip and count invalid records; False to raise a `UserError` for the first one.
+    """Counter of invalid records. If `skip` is False, the first one raises a `UserError` instead.
 
     Attributes:
         num_skipped: Number of records skipped so far.
@@ -106,7 +101,7 @@ class Block:
     Attributes:
         name: Path of the file, or name of the data set.
         unit: Unit of `numbers`, such as "row".
-        numbers: Number of each record in the file or data set, counted from 1. Copies of a record have the same number.
+        numbers: Number of each record in the file or data set, counted from 1.
         values: For each record, the record itself, an unparsed line of JSON, or an error if the record is invalid.
     """
 
@@ -114,6 +109,12 @@ class Block:
     unit: str
     numbers: list[int]
     values: list[Any]
+
+    def select(self, is_used: Callable[[], bool]) -> "Block":
+        """Return the records for which `is_used` returns True. It is called once for each record, in order."""
+        chosen = [i for i in range(len(self.values)) if is_used()]
+        numbers, values = ([entries[i] for i in chosen] for entries in (self.numbers, self.values))
+        return Block(self.name, self.unit, numbers, values)
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield the location of each record, for error messages, and a function that returns the record.
@@ -133,26 +134,21 @@ def _to_record(value: Any, location: str) -> dict[str, Any]:
     return check_object(value, location)
 
 
-def split_into_blocks(
-    items: Iterable[tuple[int, T, int]], num_repeats: RepeatFn
-) -> Iterator[tuple[list[int], list[T]]]:
-    """Yield items in blocks of limited size, each as a list of numbers and a list of values.
+def split_into_blocks(items: Iterable[tuple[int, T, int]]) -> Iterator[tuple[list[int], list[T]]]:
+    """Split items, each with its number and its number of characters, into blocks of limited size.
 
-    Args:
-        items: Number, value and number of characters of each item.
-        num_repeats: Function that is called once for each item, and returns how many times to use it.
+    Each block is a list of numbers and a list of values.
     """
     numbers: list[int] = []
     values: list[T] = []
     size = 0
     for number, value, num_chars in items:
-        for _ in range(num_repeats()):
-            numbers.append(number)
-            values.append(value)
-            size += num_chars
-            if size >= _BLOCK_CHARS or len(values) >= _BLOCK_RECORDS:
-                yield numbers, values
-                numbers, values, size = [], [], 0
+        numbers.append(number)
+        values.append(value)
+        size += num_chars
+        if size >= _BLOCK_CHARS or len(values) >= _BLOCK_RECORDS:
+            yield numbers, values
+            numbers, values, size = [], [], 0
     if values:
         yield numbers, values
 

@@ -9,8 +9,8 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MIN_COMPLETION_CHARS = 15  # excludes `pass` and `return self`
 MAX_CHARS = 13_000  # prompt and completion together; only a few functions are longer
@@ -19,14 +19,8 @@ MAX_CHARS = 13_000  # prompt and completion together; only a few functions are l
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-@dataclass(frozen=True)
-class StdlibFunction:
-    """A function, split after its docstring.
-
-    Attributes:
-        prompt: Decorators, signature and docstring, ending in a newline.
-        completion: Code after the docstring.
-    """
+class StdlibFunction(NamedTuple):
+    """A function, split after its docstring. The prompt ends in a newline."""
 
     prompt: str
     completion: str
@@ -36,11 +30,9 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     """Yield the functions and methods with docstrings in the Python files of a folder, ordered by path and line.
 
     Duplicates, which occur in backports and generated code, are omitted, and so are files that cannot be parsed,
-    functions longer than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters.
-
-    Args:
-        root: Folder to search recursively, except for tests and installed packages; None for the standard library of
-            the running interpreter.
+    functions longer than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters. The
+    folder `root`, by default the standard library of the running interpreter, is searched recursively, except for tests
+    and installed packages.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):

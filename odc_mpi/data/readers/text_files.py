@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompression_errors
-from odc_mpi.data.readers.records import Block, InvalidRecordError, RepeatFn, split_into_blocks
+from odc_mpi.data.readers.records import Block, InvalidRecordError, split_into_blocks
 from odc_mpi.errors import UserError
 
 #: Suffixes of JSON lines. Any other file that is neither an array nor a table is also read as JSON lines.
@@ -41,15 +41,15 @@ class _Format(NamedTuple):
     find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
 
 
-def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
+def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
     """Yield the records of a file in blocks, in the order of the file.
 
     A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, and JSON lines
-    otherwise. If the name also ends in .gz or .zst, the file is decompressed. For the other arguments, see
+    otherwise. If the name also ends in .gz or .zst, the file is decompressed. For `on_bytes_read`, see
     `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
     format_, items = _open(path, on_bytes_read)
-    for numbers, values in split_into_blocks(items, num_repeats):
+    for numbers, values in split_into_blocks(items):
         yield Block(str(path), format_.unit, numbers, values)
 
 

@@ -25,7 +25,6 @@ class Task:
         description: Kind of model, for error messages.
         suffix: Suffix of class names by which `task_of` recognizes the task; empty for the default task.
         auto_class: Transformers class that builds a model for this task from a configuration.
-        peft_type: Name of the task in peft.
         new_head: Name of the head that only models for this task have, or None. It is trained in full, even with LoRA.
     """
 
@@ -74,10 +73,6 @@ def task_of(class_name: str) -> Task:
 
 
 def set_padding(config: Any, padding: int) -> None:
-    """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model.
-
-    A transformers sequence classifier scores the last token that is not padding. `ENDS_WITH_TURN` records that the
-    model is trained on answers that end with the end-of-turn token, without the whitespace that templates append.
-    """
+    """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model."""
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)

@@ -16,6 +16,7 @@ from odc_mpi.models.logps.logit_transform import LogitTransform, replaced_forwar
 #: Maximum number of logits per block, by type of device: 64 and 512 MiB in float32. Each block reads the head, and
 #: reads and writes its gradient, which takes longer than small matrix products on a GPU (benchmarks/gpu_attention.py).
 MAX_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+#: Attributes of models with the coefficient of the auxiliary router loss. The last is that of JetMoE.
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
@@ -37,14 +38,11 @@ class TokenScores(NamedTuple):
 
 
 class TokenLogps:
-    """Callable that computes the log-probabilities of given tokens under a model.
+    """Callable that computes the log-probabilities of given tokens under a causal language model, sharded or not.
 
     Usually, logits are computed only where they predict a given token. The logits of all positions are computed if the
     head is not a plain linear layer (for example, if it has adapters), or if the function that the model applies to the
     output of its head is not a `LogitTransform`.
-
-    Args:
-        module: Transformers causal language model, or the `module` of a sharded model.
     """
 
     def __init__(self, module: Any) -> None:
@@ -84,7 +82,8 @@ class TokenLogps:
         router_loss = getattr(output, "aux_loss", None)
         if router_loss is None:
             return scores
-        return scores._replace(router_loss=router_loss * _router_coefficient(self._module))
+        coefficient = next(getattr(self._module, name) for name in _ROUTER_COEFFICIENTS if hasattr(self._module, name))
+        return scores._replace(router_loss=router_loss * float(coefficient))
 
 
 class ChunkedLogps(torch.autograd.Function):
@@ -155,11 +154,6 @@ def _score(
     chosen = logits.gather(1, targets[:, None])[:, 0]
     entropy = normalizer - (probabilities[:, None] @ logits[..., None])[:, 0, 0]
     return (chosen - normalizer, entropy, chosen == top), probabilities
-
-
-def _router_coefficient(module: Any) -> float:
-    """Return the coefficient of the auxiliary router loss, which JetMoE names `aux_loss_coef`."""
-    return float(next(getattr(module, name) for name in _ROUTER_COEFFICIENTS if hasattr(module, name)))
 
 
 def _complete_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenScores:

@@ -61,19 +61,15 @@ def attend(
     prompts: list[int],
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """Attend within each sequence, and to the prompt that it shares.
+    """Attend within each sequence, and to the prompt that it shares. Returns the output, shaped like `query`.
 
     Args:
         kernel: Function that computes the causal attention of `[sequences, heads, tokens, head_dim]` queries, keys and
             values, such as a partial of `causal`.
         query, key, value: Packed states, `[1, heads, tokens, head_dim]`.
-        lengths: Number of tokens of each sequence.
         prompts: Number of tokens of the prompt that each sequence shares with an earlier one, or 0.
         chunk_size: Number of tokens of attention chunks, counted from the start of each sequence or of its shared
             prompt. None means no chunks.
-
-    Returns:
-        Output, shaped like `query`.
     """
     num_keys = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
     if any(prompts):
@@ -127,7 +123,11 @@ def causal(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """Compute causal attention with a kernel of PyTorch. `sink` is True if the first token is visible to all tokens."""
+    """Compute causal attention with a kernel of PyTorch. `sink` is True if the first token is visible to all tokens.
+
+    `scaling` is a factor for the scores; None means `head_dim ** -0.5`. `window` is the number of most recent keys
+    visible to a token, including its own; None means all.
+    """
     num_tokens = q.shape[2]
     mask = None if window is None or num_tokens - sink <= window else _causal_mask(num_tokens, window, q.device, sink)
     grouped = q.shape[1] != k.shape[1]

@@ -40,14 +40,9 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend within each sequence and to its shared prompt. The first arguments are those of `per_sequence.attend`.
+    """Attend within each sequence and to its shared prompt. For all arguments, see `per_sequence.attend` and `causal`.
 
-    Args:
-        scaling: Factor for the scores. None means `head_dim ** -0.5`.
-        window: Number of most recent keys visible to a token, including its own. None means all.
-
-    Returns:
-        Output, `[1, tokens, heads, head_dim]`.
+    Returns the output, `[1, tokens, heads, head_dim]`.
     """
     bounds = key_bounds = _bounds(tuple(lengths), query.device)
     max_keys = max(lengths)

@@ -21,11 +21,9 @@ _EQUIVALENT: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Composite:
-    """Multimodal model on the meta device, and the configuration of its text model.
+    """Multimodal model on the meta device, whose parameters are in the files.
 
-    Attributes:
-        module: Multimodal model, whose parameters are in the files.
-        text_config: Configuration of a causal language model with the same parameters as the text part.
+    `text_config` configures a causal language model with the same parameters as the text part.
     """
 
     module: transformers.PreTrainedModel

@@ -34,13 +34,12 @@ _MAX_NAMES = 3
 class SafetensorsWeights(HashedWeights):
     """Source of a module's parameters in safetensors files that use the module's names or published names.
 
+    Raises `UserError` if a file or parameter is missing or damaged, a parameter is quantized or its shape differs from
+    that in the module, or stored copies of tied parameters differ.
+
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
         new: Sources of parameters that may be missing from the files, keyed by prefixes of parameter names.
-
-    Raises:
-        UserError: A file or parameter is missing or damaged, a parameter is quantized or its shape differs from that in
-            the module, or stored copies of tied parameters differ.
     """
 
     def __init__(

@@ -83,11 +83,8 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
     """Run the main function of a child process that `run_in_child` started.
 
     An exception ends only this process. MPI_Abort is not called, because under some launchers it would also end the
-    parents, and the parent of rank 0 still has to print the result.
-
-    Args:
-        main: Function with two arguments: the command-line arguments, and a function that sends a message to the parent
-            if called on rank 0, and does nothing on other ranks.
+    parents, and the parent of rank 0 still has to print the result. The arguments of `main` are the command-line
+    arguments, and a function that sends a message to the parent if called on rank 0, and does nothing on other ranks.
     """
     *arguments, descriptor = sys.argv[1:]
     try:

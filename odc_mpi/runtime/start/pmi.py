@@ -99,11 +99,8 @@ def _is_slurm() -> bool:
 class PmiRelay:
     """Relay for messages between a child process and a launcher that uses PMI. Does nothing under other launchers.
 
-    The child's requests to abort the job are not forwarded. In PMI 1 and PMI 2, each message arrives in one read and is
-    answered before the next message is sent.
-
-    Attributes:
-        abort_requested: True if the child has asked to abort the job.
+    The child's requests to abort the job are not forwarded, but set `abort_requested`. In PMI 1 and PMI 2, each message
+    arrives in one read and is answered before the next message is sent.
     """
 
     def __init__(self) -> None:

@@ -10,13 +10,9 @@ PHASES = ("imports", "mpi", "inputs", "probe", "windows", "weights", "other", "e
 
 
 class StartTimes:
-    """Stopwatch for the startup phases.
+    """Stopwatch for the startup phases. The first phase began at `began`, a time of `time.perf_counter`.
 
-    Args:
-        began: Time at which the first phase began, as returned by `time.perf_counter`.
-
-    Attributes:
-        seconds: Duration of each phase so far, in seconds, keyed by the names in `PHASES`.
+    `seconds` contains the duration of each phase so far, keyed by the names in `PHASES`.
     """
 
     def __init__(self, began: float) -> None:

@@ -64,7 +64,7 @@ def test_saved_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         [source] = find_sources([name], split)
         assert source.count() == len(expected) and source.stamps() and not source.is_folder
         done: list[int] = []
-        blocks = list(source.read(lambda: 1, done.append))
+        blocks = list(source.read(done.append))
         examples = [parse_example(record(), where) for block in blocks for where, record in block.records()]
         for example, other in zip(examples, expected, strict=True):
             assert isinstance(example, Conversation) and isinstance(other, Conversation)

@@ -26,7 +26,7 @@ def read_bytes(
 ) -> list[Example]:
     Path(name).write_bytes(content)
     examples = []
-    for block in read_records(Path(name), lambda: 1, lambda _: None):
+    for block in read_records(Path(name), lambda _: None):
         for where, record in block.records():
             try:
                 examples.append(parse_example(record(), where, columns))

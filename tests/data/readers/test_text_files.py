@@ -28,7 +28,7 @@ def read(content: str | bytes, name: str) -> list[tuple[str, Any]]:
     content = content.encode() if isinstance(content, str) else content
     Path(name).write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
     found: list[tuple[str, Any]] = []
-    for block in read_records(Path(name), lambda: 1, lambda _: None):
+    for block in read_records(Path(name), lambda _: None):
         for location, record in block.records():
             try:
                 found.append((location, record()))
