@@ -36,7 +36,8 @@ class ChangeRule:
 
     Args:
         num_islands: Number of islands.
-        threshold: Relative change of the mean gradient norm from which on the islands synchronize. 0: in every step.
+        threshold: The islands synchronize if the smoothed gradient norm of any of them changes by at least this
+            fraction in a step. With 0, they synchronize after every step.
     """
 
     def __init__(self, num_islands: int, threshold: float) -> None:

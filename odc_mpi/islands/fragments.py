@@ -102,8 +102,8 @@ def _align(numel: int) -> int:
 class Schedule:
     """Steps at which fragments are sent and applied, counted from 1.
 
-    Every `period` steps, the next fragment is applied, so each fragment is applied once in `sync_every` steps. It is
-    sent `delay` steps before. The names are those of torchft (`sync_every`, `fragment_sync_delay`).
+    Every `sync_every / num_fragments` steps, the next fragment is applied, so each is applied once in `sync_every`
+    steps. It was sent `delay` steps earlier. `delay` is `fragment_sync_delay` in torchft.
     """
 
     sync_every: int

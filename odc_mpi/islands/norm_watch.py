@@ -21,9 +21,9 @@ _MAX_CONSECUTIVE = 3
 class NormWatch:
     """Decides which islands' contributions a synchronization leaves out.
 
-    Each fragment has a mean of the norms of all islands, an exponential mean over its synchronizations. Norms that are
-    left out do not change it. If the norms of all islands are above the limit, the finite ones are accepted. All ranks
-    that pass the same norms reach the same decisions.
+    For each fragment, there is an exponential moving average of the accepted norms of all islands. After 10
+    synchronizations, norms above the limit are left out. If those of all islands are above it, the finite ones are
+    accepted. Ranks that pass the same norms decide the same.
 
     Args:
         num_islands: Number of islands.
@@ -92,10 +92,11 @@ class NormWatch:
             self._num_rounds[fragment] += 1
 
     def _message(self, island: int, factor: float) -> str:
-        reason = f"is {factor:.3g} times the mean, more than islands.norm_limit ({self._limit:g})"
-        if math.isinf(factor):
-            reason = "is not finite (islands.norm_limit does not apply)"
+        reason, remedy = "is not finite", ""
+        if math.isfinite(factor):
+            reason = f"is {factor:.3g} times the usual norm (islands.norm_limit {self._limit:g})"
+            remedy = ". If they are healthy, raise islands.norm_limit"
         return (
             f"island {island} was left out of {_MAX_CONSECUTIVE} synchronizations in a row: the norm of its change of "
-            f"the parameters {reason}: check its hosts, or raise islands.norm_limit"
+            f"the parameters {reason}: check its hosts, then resume from the last checkpoint{remedy}"
         )

@@ -42,7 +42,9 @@ class OuterOptimizer:
 
     Args:
         slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
-        local_share: Share of the local parameters in those with which an island continues, from 0 to 1.
+        learning_rate: Learning rate of the outer parameters.
+        momentum: Nesterov momentum of the outer parameters.
+        local_share: `apply` sets local parameters to `local_share * local + (1 - local_share) * outer`.
         error_feedback: True to add what encoding has lost from a difference to the next one of the fragment.
 
     Attributes:
@@ -95,9 +97,10 @@ class OuterOptimizer:
         return Contributions(mean, [*squares, _sum_of_squares(mean)])
 
     def apply(self, index: int, mean: torch.Tensor | None, *, keep_local: bool = True) -> None:
-        """Update the outer parameters of a fragment with the mean difference, if any, and set the local ones.
+        """Update the outer parameters of a fragment with the mean difference, and set the local ones.
 
-        If `keep_local` is False, the local share is 0, as if the local parameters were lost.
+        If `mean` is None, because no island has contributed, the outer parameters and the momentum do not change. If
+        `keep_local` is False, the local parameters become the outer ones, whatever the local share.
         """
         fragment = self._fragments[index]
         outer, velocity = fragment.read(self.outer), fragment.read(self.velocities)

@@ -267,8 +267,8 @@ class ShardedModel:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Returns the total norm before scaling. If it is not finite, the gradients are not scaled. With islands that
-        train separately, this is the norm of the own island, and `replica_norms` contains those of all islands.
+        Returns the total norm before scaling. If it is not finite, the gradients are not scaled. If islands train
+        separately, each clips by and returns its own norm, and `replica_norms` contains the norm of each island.
         """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
@@ -331,9 +331,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def overwrite_parameters(self, values: Iterable[torch.Tensor]) -> None:
-        """Overwrite the slices in `shard_parameters()` between two minibatches, and publish them. Collective.
+        """Copy new values into the slices in `shard_parameters()`, and publish them. Collective.
 
-        `values` are tensors of the shapes of the slices, in the same order.
+        Call this between two minibatches. `values` are one tensor per slice, in the same order and shapes.
         """
         self._phases.advance(StepPhase.PUBLISHED, StepPhase.COMPLETE, "overwrite_parameters()")
         self._unsharded.reshard_all()

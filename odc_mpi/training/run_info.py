@@ -74,7 +74,9 @@ def startup_lines(
     start = start_line(config, resume_point)
     saved_islands = resume_point.checkpoint.manifest.num_islands if resume_point else 0
     if saved_islands and saved_islands != (model.num_islands if config.islands.mode == "outer" else 0):
-        start += f"; from the outer parameters and the mean of the optimizer states of its {saved_islands} islands"
+        start += (
+            f"; begins with the outer parameters and the mean of the optimizer states of its {saved_islands} islands"
+        )
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 

@@ -68,7 +68,7 @@ def test_the_third_exclusion_in_a_row_ends_the_run():
     assert watch.check(0, [1.0, 1.0]) == {}
     watch.check(1, [1.0, 50.0])
     watch.check(0, [1.0, 50.0])
-    with pytest.raises(TrainingError, match=r"island 1 .* 3 synchronizations .* 50 times .* islands.norm_limit \(10\)"):
+    with pytest.raises(TrainingError, match=r"island 1 .* 3 synchronizations .* 50 times .* \(islands.norm_limit 10\)"):
         watch.check(1, [1.0, 50.0])
 
 
@@ -76,7 +76,7 @@ def test_the_end_for_norms_that_are_not_finite_says_so():
     watch = NormWatch(2, 1, 0.0)
     watch.check(0, [math.nan, 1.0])
     watch.check(0, [math.inf, math.nan])
-    with pytest.raises(TrainingError, match=r"island 0 .* is not finite .*islands.norm_limit"):
+    with pytest.raises(TrainingError, match=r"island 0 .* is not finite: check its hosts"):
         watch.check(0, [math.nan, 1.0])
 
 
@@ -93,3 +93,11 @@ def test_a_restored_watch_decides_like_the_saved_one():
         before = other.state_dict()
         other.load_state_dict(watch.state_dict())
         assert other.state_dict() == before
+
+
+def test_norms_of_all_islands_above_the_limit_are_a_change_of_training():
+    watch = NormWatch(2, 1, 10.0)
+    for _ in range(12):
+        assert not watch.check(0, [1.0, 1.1])
+    assert not watch.check(0, [20.0, 21.0])
+    assert watch.check(0, [math.inf, 40.0]) == {0: math.inf}

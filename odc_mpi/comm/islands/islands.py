@@ -20,10 +20,10 @@ from odc_mpi.runtime.world import World
 class Islands:
     """Division of a world into islands. Construction is collective.
 
-    The islands are closed by the model that is sharded over them.
+    The model that is sharded over the islands closes them. Each model needs its own islands.
 
     Args:
-        world: World to divide. The worlds of the island and the column close when it closes.
+        world: World to divide. Closing it also closes the worlds of the island and the column.
         by: Number of ranks per island, "node" for one island per node, or "off" for a single island.
         mode: "hybrid" if the islands train one model together, in every minibatch, or "outer" if each of them trains
             a model of its own, which an `OuterLoop` synchronizes.

@@ -21,7 +21,7 @@ _MAX_PIECES, _MIN_PIECE_UNITS = 64, 1024
 class OuterExchange:
     """All-gathers within this rank's column of `islands`, and within `world`. Construction is collective.
 
-    At most one message of each rank may be in flight.
+    After `start`, call `wait` before the next `start`.
     """
 
     def __init__(self, world: World, islands: Islands) -> None:

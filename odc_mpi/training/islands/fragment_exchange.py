@@ -20,9 +20,9 @@ class SyncResult(NamedTuple):
 
     Attributes:
         outer_norm: Norm of the mean difference between outer and local parameters.
-        outer_cosine: Weighted mean of the cosines between the differences of two islands; 0 if only one is used.
+        outer_cosine: Weighted mean cosine over all pairs of islands whose differences were used; 0 without any pair.
         contributions_left_out: Number of differences that were left out because of their norms.
-        bytes_between_islands: Bytes that a rank has received from other islands, as a mean over the ranks.
+        bytes_between_islands: Bytes received from other islands in these synchronizations, as a mean over the ranks.
         island_wait_s: Time in seconds that a rank has waited for other islands, as a mean over the ranks.
     """
 
@@ -133,8 +133,8 @@ class FragmentExchange:
         checksums = rows[:, -2].reshape(num_islands, num_ranks)
         if (differing := np.flatnonzero((checksums != checksums[0]).any(axis=1))).size:
             raise TrainingError(
-                f"the outer parameters of island {differing[0]} differ from those of island 0, as after a memory error:"
-                " resume from the last checkpoint, without the host at fault"
+                f"the outer parameters of islands 0 and {differing[0]} differ, probably because of a memory error on "
+                "one of them: check the hosts of both, and resume from the last checkpoint"
             )
         # The ranks of each island have the same parts of all differences: those of the first island decide.
         norms = np.sqrt(rows[:num_ranks, :-2].sum(axis=0)).tolist()
@@ -142,10 +142,10 @@ class FragmentExchange:
 
 
 def _describe_exclusion(island: int, factor: float) -> str:
-    amount = "a norm that is not finite" if factor == float("inf") else f"{factor:.3g} times the usual norm"
+    norm = "not finite" if factor == float("inf") else f"{factor:.3g} times the usual norm (islands.norm_limit)"
     return (
-        f"WARNING: the change of the parameters on island {island} has {amount} and is left out (islands.norm_limit): "
-        "check the hosts of this island if this happens again"
+        f"WARNING: the change of the parameters on island {island} was left out: its norm is {norm}. If this happens "
+        "again, check the hosts of the island"
     )
 
 

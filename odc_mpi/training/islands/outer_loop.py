@@ -28,21 +28,24 @@ from odc_mpi.training.islands.settings import check_schedule
 class OuterLoop:
     """Synchronizes islands that train separately (DiLoCo and Streaming DiLoCo, docs/islands.md).
 
-    Call `step` after each step of the optimizer and before `model.publish()`. Construction is collective, and follows
-    that of the optimizer's model. With a `Loader` that has the same number of islands, divide the gradients by
-    `minibatch.island_share`, and pass `minibatch.island_amounts` to `step`.
+    Call `step` after each step of the optimizer and before `model.publish()`. Construct it on all ranks after the
+    model. With a `Loader` that has the same number of islands, divide the gradients by `minibatch.island_share` before
+    clipping, unless it is 0, and pass `minibatch.island_amounts` to `step`.
 
     Args:
-        model: Model that is sharded over `islands`, whose mode must be "outer".
+        world: World that is divided into the islands.
+        model: Model that is sharded over the islands.
+        islands: At least two islands in the mode "outer".
         sync_every: Number of steps in which each fragment is synchronized once. A multiple of `fragments`.
         fragments: Number of fragments of the parameters, which are synchronized at different steps.
         delay: Number of steps between sending a fragment and applying the result, less than `sync_every / fragments`.
-        local_share: Share of its own parameters with which an island continues, from 0 to 1.
+        local_share: After a synchronization, an island has `local_share * local + (1 - local_share) * outer`.
         learning_rate: Learning rate of the outer optimizer, SGD with Nesterov momentum.
         momentum: Momentum of the outer optimizer. 0 for none.
         wire: Encoding of the differences: "float32", "bfloat16", "int8" or "e3m0".
-        error_feedback: True to add what the encoding has lost to the next difference.
-        norm_limit: Differences are left out if their norms exceed this multiple of the usual norm. 0 for no limit.
+        error_feedback: True to add what the encoding has lost to the next difference of the fragment.
+        norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. With 0, only
+            differences that are not finite are left out.
 
     Attributes:
         index: Index of this rank's island.
@@ -108,11 +111,16 @@ class OuterLoop:
         """Send and apply the fragments that are due after a step. Collective, but waits only to apply a fragment.
 
         Args:
-            amounts: Number of loss tokens, or pairs, on which each island has trained in this step: its weight.
-            sync_all: True to synchronize all fragments now, and to start the schedule again.
+            amounts: Number of loss tokens, or pairs, on which each island has trained in this step. Their sums since a
+                fragment was last sent weight the islands' differences.
+            sync_all: True to synchronize all fragments now, without delay, and to start the schedule again.
 
         Returns:
             The result of the synchronizations, or None if there was none.
+
+        Raises:
+            TrainingError: The same island was left out three times in a row, or outer parameters differ between
+                islands. All ranks raise it.
         """
         self._num_steps += 1
         self._ages += 1
@@ -132,10 +140,11 @@ class OuterLoop:
         return merge_results(results)
 
     def average(self) -> SyncResult | None:
-        """Set the outer parameters to the mean of the local ones, as after the last step of a run. Collective.
+        """Set outer and local parameters to the mean of the local ones. Collective.
 
-        A fragment in flight is applied first. Fragments that were sent after the last step are left as they are. The
-        outer optimizer is not used, because its momentum is meant for the differences of `sync_every` steps.
+        Call this once, after the last `step` of a run and before `model.publish()`. A fragment in flight is applied
+        first. Fragments that the last `step` has synchronized are left as they are. The outer optimizer is not used,
+        because its momentum is meant for the differences of `sync_every` steps.
         """
         results = [self._apply()] if self._in_flight else []
         for fragment in np.flatnonzero(self._ages).tolist():
@@ -158,7 +167,8 @@ class OuterLoop:
     def outer_parameters(self) -> Iterator[None]:
         """Context manager in which the model of each island has the outer parameters, for an evaluation. Collective.
 
-        If the enclosed code raises an exception, this rank's slices get their values back without being published.
+        Collective on entry and on exit. If the enclosed code raises an exception, this rank's slices get their values
+        back, but are not published: the model can be saved, but not used.
         """
         slices = self._model.shard_parameters()
         local = [each.detach().clone() for each in slices]

@@ -92,5 +92,5 @@ def _check_outer(values: Mapping[str, Any], source: str) -> None:
         if values.get("optim.max_grad_norm") == 0:
             raise UserError(
                 f"{source}: optim.max_grad_norm: expected a value above 0 with islands.sync_when change, which needs "
-                "the gradient norm, got 0"
+                "the gradient norm, got 0: set it, to a large value if gradients should not be clipped"
             )

@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_the_outer_parameters_on_other_islands(world, exact, 
     others = {"off": {}, 1: OUTER | {"islands__by": 1}, 2: {"islands__by": 2}}[by]
     capsys.readouterr()
     _, lines = exact.train("second", world, **others, run__resume=saved, run__eval_every=1)
-    output = "; from the outer parameters and the mean of the optimizer states of its 2 islands\n"
+    output = "; begins with the outer parameters and the mean of the optimizer states of its 2 islands\n"
     assert (output in capsys.readouterr().out) == (world.rank == 0)
     assert [line["step"] for line in lines] == [4, 5, 6, 7]
     assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] + 0.1

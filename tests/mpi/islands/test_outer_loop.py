@@ -146,7 +146,7 @@ def test_outer_parameters_that_differ_between_islands_end_the_run(world, dataset
         if world.rank == 1:
             outer = find_outer_loop(trainer.callbacks)._optimizer.outer
             next(each for each in outer if each.numel())[0] += 1e-3
-        with pytest.raises(TrainingError, match="the outer parameters of island 1 differ from those of island 0"):
+        with pytest.raises(TrainingError, match="the outer parameters of islands 0 and 1 differ"):
             trainer.step()
         trainer.model.publish()
 
