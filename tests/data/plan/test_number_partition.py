@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from length_fixtures import COST, lognormal_lengths
 
-from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, first_fit, partition, partition_evenly
+from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, partition, partition_evenly
 
 
 def greedy(costs: list[float], size: int) -> float:
@@ -103,10 +103,6 @@ def test_even_parts_need_no_memory_with_the_square() -> None:
         tracemalloc.stop()
         assert most < 40e6  # a table of all pairs of two ranks has 200 MB
         assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
-
-
-def test_first_fit_takes_the_first_bin_with_space() -> None:
-    assert first_fit(np.array([2, 5, 4, 5, 3, 6]), 10) == [[5, 2], [1, 3], [4, 0]]
 
 
 def test_even_fit_keeps_both_caps() -> None:
