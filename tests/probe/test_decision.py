@@ -274,14 +274,6 @@ def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
         require_correct_data(found, decide(found))
 
 
-def test_a_put_that_never_came_back_rules_the_mailbox_out():
-    """As when it hung with one kind of peers: what comes after it was not tried with any."""
-    hung = replace(NODE, put=NO_ANSWER, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
-    untried = replace(NODE, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
-    made = decide(report(untried, hung)).reduction
-    assert made.value == "accumulate" and made.reason.endswith("nor did Put")
-
-
 def test_complete_settings_need_no_probe():
     assert CommSettings("off", "mailbox", "off").is_complete
     for open_one in (
