@@ -27,17 +27,9 @@ MAY_SEE = {
     "observe": {"runtime", "data", "shard"},
     "training": {
         *("api", "checkpoint", "data", "islands", "models", "observe", "rollout", "shard", "runtime"),
-        *(
-            "comm.work_queue",
-            "comm.context_parallel.kv_windows",
-            "comm.context_parallel.kv_exchange",
-            "comm.device.device",
-            "comm.device.device_memory",
-            "comm.islands.islands",
-            "comm.islands.outer_exchange",
-            "comm.tickets",
-            "probe.decision",
-        ),
+        *("comm.work_queue", "comm.context_parallel.kv_windows", "comm.context_parallel.kv_exchange", "comm.tickets"),
+        *("comm.device.device", "comm.device.device_memory", "probe.decision"),
+        *("comm.islands.islands", "comm.islands.outer_exchange"),
     },
     "rollout": {"data", "models"},
     "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint"},
@@ -58,17 +50,9 @@ MAY_SEE = {
 }
 #: These know nothing of the project but `ROOT`, not even their own folder.
 ALONE = {
-    *(
-        "comm.layout",
-        "data.plan.cost",
-        "data.plan.partition",
-        "data.readers.stdlib",
-        "runtime.deadline",
-        "runtime.lateness",
-    ),
-    *("runtime.deadline", "runtime.lateness"),
-    *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
-    "simulate.events",
+    *("comm.layout", "comm.buffers", "data.plan.cost", "data.plan.partition", "data.readers.stdlib"),
+    *("runtime.deadline", "runtime.lateness", "runtime.start.pmi"),
+    *("probe.report", "probe.gpu", "cli.mpiexec", "simulate.events"),
 }
 #: These may import only this from their own folder: no MPI.
 SEE_ALSO = {
@@ -88,14 +72,8 @@ KEPT_IN = {
     "peft": {"models.adapters"},
     "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
     "rich": {
-        "cli",
-        "probe.doctor",
-        "observe.terminal",
-        "observe.watch",
-        "training.dry_run",
-        "data.prepare",
-        "data.show",
-        "report.terminal",
+        *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
+        *("data.prepare", "data.show", "report.terminal"),
     },
     "yaml": {"yaml_dialect"},
     **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},

@@ -37,19 +37,12 @@ def config(tmp_path):
     ("arguments", "words"),
     [
         (["--data.balanse", "lb_mini"], ["data.balanse", "data.balance"]),
-        (["--run.steps", "many"], ["run.steps", "many"]),
-        (["--run.steps"], ["run.steps"]),
         (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
-        (["--data.path", __file__], ["data.path", __file__]),
         (["--data.path", "x" * 300], ["data.path", "x" * 300]),
         (["--data.max_tokens_per_microbatch", "10"], ["data.max_tokens_per_microbatch", "10", "20"]),
         (["--model.config.vocab_size", "50"], ["vocab_size", "60", "50"]),
         (["--model.config.max_position_embeddings", "16"], ["max_position_embeddings", "16", "30"]),
-        (["--model.config.hiden_size", "8"], ["model.config.hiden_size", "hidden_size"]),
-        (["--model.config.hidden_size", "wide"], ["model.config", "hidden_size"]),
-        (["--model.config.num_key_value_heads", "3"], ["model.config", "cannot run", "3"]),
         (["--model.config.model_type", "qwen22"], ["model_type", "qwen22", "qwen2"]),
-        (["--model.config.model_type", "mamba"], ["model.config"]),
         (["--model.path", "/nowhere"], ["model.path", "model.config"]),
         (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
         (["--run.dir", "/proc/nowhere"], ["run.dir", "/proc/nowhere"]),
@@ -206,26 +199,15 @@ def test_settings_from_a_pipe(config, tmp_path):
     os.close(reader)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda path: (path / "config.json").unlink(), ["config.json"]),
-        (lambda path: (path / "model.safetensors").unlink(), ["model.safetensors", "found neither"]),
-        (lambda path: (path / "model.safetensors").write_bytes(b"no weights"), ["not a complete", "model.safetensors"]),
-    ],
-    ids=["no configuration", "no weights", "damaged weights"],
-)
-def test_user_errors_in_a_model_directory(config, tmp_path, capsys, damage, words):
+def test_a_model_directory_with_damaged_weights(config, tmp_path, capsys):
     path, data, run_dir = tmp_path / "model", tmp_path / "data.h5", tmp_path / "run"
     model_config = transformers.AutoConfig.for_model(**QWEN2)
     transformers.AutoModelForCausalLM.from_config(model_config).save_pretrained(path)
-    damage(path)
+    (path / "model.safetensors").write_bytes(b"no weights")
     capsys.readouterr()
     assert cli.main(["train", "--model.path", str(path), "--data.path", str(data), "--run.dir", str(run_dir)]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1, errors
-    for word in ("model.path", *words):
-        assert word in errors[0]
+    (error,) = capsys.readouterr().err.splitlines()
+    assert all(words in error for words in ("model.path", "not a complete", "model.safetensors"))
     assert not run_dir.exists()
 
 

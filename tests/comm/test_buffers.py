@@ -19,18 +19,6 @@ def test_a_buffer_is_flat_and_of_the_size_asked_for(dtype: torch.dtype, numel: i
     assert pool.peak_bytes == max(1, numel) * dtype.itemsize
 
 
-def test_a_released_buffer_is_reused_for_any_dtype() -> None:
-    pool = BufferPool()
-    first = address(pool.acquire(100, torch.float32))
-    buffer = pool.acquire(50, torch.float32)
-    pool.release(buffer)
-    second = address(buffer)
-    del buffer
-    again = pool.acquire(100, torch.bfloat16)
-    assert address(again) == second != first
-    assert pool.peak_bytes == 600
-
-
 def test_the_smallest_that_fits_is_taken() -> None:
     pool = BufferPool()
     buffers = {numel: pool.acquire(numel, torch.uint8) for numel in (400, 100, 200, 300)}
@@ -38,7 +26,7 @@ def test_the_smallest_that_fits_is_taken() -> None:
     for buffer in buffers.values():
         pool.release(buffer)
     del buffers, buffer
-    taken = [pool.acquire(numel, torch.uint8) for numel in (150, 150, 350)]
+    taken = [pool.acquire(150, torch.uint8), pool.acquire(75, torch.bfloat16), pool.acquire(350, torch.uint8)]
     assert [address(buffer) for buffer in taken] == [addresses[200], addresses[300], addresses[400]]
     assert pool.peak_bytes == 1000
 
@@ -71,42 +59,12 @@ def test_a_referenced_buffer_is_not_reused(look) -> None:
     assert address(pool.acquire(100, torch.float32)) == where
 
 
-def test_a_buffer_in_a_graph_is_not_reused() -> None:
-    pool = BufferPool()
-    buffer = pool.acquire(4, torch.float32).fill_(3)
-    x = torch.ones(4, requires_grad=True)
-    y = (x * buffer).sum()  # saves the buffer
-    pool.release(buffer)
-    where = address(buffer)
-    del buffer
-    assert address(pool.acquire(4, torch.float32).fill_(-1)) != where
-    y.backward()
-    assert torch.equal(x.grad, torch.full((4,), 3.0))
-    assert address(pool.acquire(4, torch.float32)) == where
-
-
 def test_a_buffer_too_small_is_freed() -> None:
     """Units of growing sizes do not each leave a buffer behind."""
     pool = BufferPool()
     for numel in range(1, 50):
         pool.release(pool.acquire(numel, torch.uint8))
     assert pool.peak_bytes == 49
-
-
-def test_the_peak_counts_idle_and_acquired() -> None:
-    pool = BufferPool()
-    a, b = pool.acquire(100, torch.uint8), pool.acquire(50, torch.uint8)
-    assert pool.peak_bytes == 150
-    pool.release(b)
-    del b
-    c = pool.acquire(200, torch.uint8)  # frees the 50
-    assert pool.peak_bytes == 300
-    for buffer in (a, c):
-        pool.release(buffer)
-    del a, c, buffer
-    for numel in (200, 100):
-        pool.acquire(numel, torch.uint8)
-    assert pool.peak_bytes == 300
 
 
 def test_clear_frees_idle_buffers_only() -> None:

@@ -23,11 +23,6 @@ def with_islands(layout: FlatLayout, num_islands: int) -> FlatLayout:
 LAYOUTS = [random_layout(random.Random(seed)) for seed in range(200)]
 
 
-@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((1,), 1), ((0,), 0), ((3, 0, 2), 0), ((2, 3, 4), 24)], ids=str)
-def test_numel_of_a_spec(shape: tuple[int, ...], numel: int) -> None:
-    assert ParameterSpec("p", shape, True).numel == numel
-
-
 def test_slots_follow_each_other_aligned_and_as_close_as_alignment_allows() -> None:
     for layout in LAYOUTS:
         end = 0
@@ -36,12 +31,6 @@ def test_slots_follow_each_other_aligned_and_as_close_as_alignment_allows() -> N
             assert 0 <= slot.start - end < ALIGNMENT_NUMEL
             end = slot.stop
         assert layout.numel == end
-
-
-def test_shards_cover_the_flat_array_exactly_once() -> None:
-    for layout in LAYOUTS:
-        covered = [i for rank in range(layout.num_owners) for i in range(*layout.owned(rank))]
-        assert covered == list(range(layout.numel))
 
 
 @pytest.mark.parametrize("num_islands", [1, 2, 5])
@@ -111,18 +100,6 @@ def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
             parts = [(rank, max(start, first), min(stop, last)) for rank, first, last in owned]
             expected = [(rank, begin, end) for rank, begin, end in parts if begin < end]
             assert list(ranges_by_owner(layout.shard_numel, own, start, stop)) == expected
-
-
-def test_a_unit_smaller_than_the_number_of_ranks_leaves_shards_empty() -> None:
-    layout = FlatLayout.build("tiny", [ParameterSpec("a", (2,), True), ParameterSpec("b", (), True)], 5)
-    assert [layout.owned(rank) for rank in range(5)] == [(0, 32), (32, 33), (33, 33), (33, 33), (33, 33)]
-    assert [[interval.numel for interval in layout.slices(rank)] for rank in range(5)] == [
-        [2, 0],
-        [0, 1],
-        [0, 0],
-        [0, 0],
-        [0, 0],
-    ]
 
 
 def test_parameters_without_elements() -> None:

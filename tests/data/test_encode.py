@@ -79,21 +79,6 @@ def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
         ChatRenderer(tokenizer).render_prompt(Conversation("here", []))
 
 
-def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:
-    examples = [
-        PromptCompletion("", "a", "b"),
-        Conversation("", CHAT[:3]),
-        PromptCompletion("", "c", "d"),
-        Conversation("", CHAT),
-    ]
-    together = encode(tokenizer, examples)
-    for example, [encoded] in zip(examples, together, strict=True):
-        [[alone]] = encode(tokenizer, [example])
-        np.testing.assert_array_equal(alone.tokens, encoded.tokens)
-        np.testing.assert_array_equal(alone.loss_mask, encoded.loss_mask)
-    assert encode(tokenizer, []) == []
-
-
 def with_template(tokenizer: Any, template: str | None) -> Any:
     import copy
 
@@ -170,22 +155,6 @@ def test_masks_with_glued_blanks() -> None:
     assert tokens.count("<s>") == 1, "the template writes it, the tokenizer must not"
     trained = [token for token, mask in zip(tokens, encoded.loss_mask, strict=True) if mask]
     assert "".join(trained).replace("▁", " ") == " It is me</s> It is me</s>"
-
-
-def test_tools_reach_the_template(tokenizer: Any) -> None:
-    said = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    marked = with_template(
-        tokenizer,
-        f"{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}{said}{{% endfor %}}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    )
-    tools = [{"type": "function", "function": {"name": "look"}}]
-    [rendered] = ChatRenderer(marked).render_answers(Conversation("", CHAT, tools))
-    assert rendered.text.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>system')
-    [[plain]] = encode(tokenizer, [Conversation("", CHAT)])
-    for example in (Conversation("", CHAT), Conversation("", CHAT, tools)):
-        [[encoded]] = encode(marked, [example])
-        assert trained_runs(marked, encoded) == trained_runs(tokenizer, plain)
 
 
 def test_bos_and_eos_are_not_added_to_texts_that_have_them() -> None:

@@ -128,18 +128,8 @@ def test_an_interrupt_or_kill_ends_all_processes(
     chats: Path, tokenizer_path: Path, tmp_path: Path, kill: signal.Signals
 ) -> None:
     many = [str(chats)] * 200
-    command = [
-        sys.executable,
-        "-m",
-        "odc_mpi",
-        "prepare",
-        *many,
-        "--out",
-        str(tmp_path / "a.h5"),
-        "--bad-lines",
-        "skip",
-    ]
-    command += ["--tokenizer", str(tokenizer_path), "--num-proc", "2"]
+    command = [sys.executable, "-m", "odc_mpi", "prepare", *many, "--out", str(tmp_path / "a.h5")]
+    command += ["--tokenizer", str(tokenizer_path), "--num-proc", "2", "--bad-lines", "skip"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         workers = _children(process.pid, 2)

@@ -50,18 +50,6 @@ def test_form_feeds_end_no_line(tmp_path: Path) -> None:
     assert list(functions(tmp_path)) == [StdlibFunction('def f():\n    "Doc."\n', f"    {BODY}")]
 
 
-def test_order_is_that_of_paths_and_source(tmp_path: Path) -> None:
-    for name in ("b.py", "a.py", "c/a.py"):
-        write(
-            tmp_path,
-            name,
-            f'def f{name[0]}1():\n    "Doc."\n    def inner{name[0]}():\n        "Doc."\n        {BODY}\n    {BODY}\n'
-            f'def f{name[0]}2():\n    "Doc."\n    {BODY}\n',
-        )
-    names = [sample.prompt.split("(")[0] for sample in functions(tmp_path)]
-    assert names == [f"def {f}" for f in ("fa1", "innera", "fa2", "fb1", "innerb", "fb2", "fc1", "innerc", "fc2")]
-
-
 @pytest.mark.parametrize(
     "text",
     [

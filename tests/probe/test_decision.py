@@ -75,11 +75,6 @@ def test_accumulate_has_a_quarter_of_puts_bandwidth(gb_per_s, wanted):
     assert f"{gb_per_s:.2g} GB/s, Put 1" in made.reason
 
 
-def test_one_sided_accumulate_may_be_slow():
-    slow = replace(NODE, accumulate=replace(FAST, gb_per_s=0.1))
-    assert decide(report(slow)).reduction.value == "accumulate"
-
-
 def test_a_mailbox_needs_a_thread_even_if_puts_and_gets_are_one_sided():
     full = "a full mailbox delays other ranks until its owner adds the gradients"
     slow_sum = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.01)
@@ -264,22 +259,6 @@ def test_no_rank_draws_from_wrong_counters(tickets):
     refused = pytest.raises(UserError, match=r"Fetch_and_op with a peer on the same .* set data\.balance to lb_mini")
     with refused if tickets else nullcontext():
         require_correct_data(found, decide(found), tickets=tickets)
-
-
-def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
-    found = report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER))
-    for name in ("accumulate", "put"):
-        found = found.with_problem(Problem(("same_node", name), Cause.WRONG))
-    with pytest.raises(UserError, match=r"Accumulate .* delivers wrong data"):
-        require_correct_data(found, decide(found))
-
-
-def test_a_put_that_never_came_back_rules_the_mailbox_out():
-    """As when it hung with one kind of peers: what comes after it was not tried with any."""
-    hung = replace(NODE, put=NO_ANSWER, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
-    untried = replace(NODE, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
-    made = decide(report(untried, hung)).reduction
-    assert made.value == "accumulate" and made.reason.endswith("nor did Put")
 
 
 def test_complete_settings_need_no_probe():

@@ -8,7 +8,7 @@ import pytest
 
 from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, decide, require_correct_data
-from odc_mpi.probe.device_decision import RUN_DOCTOR, summarize
+from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.report import Cause, DeviceWindows, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
 
 FAST = OperationResult(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
@@ -143,19 +143,6 @@ def test_who_insists_is_warned_where_nothing_is_proved():
     assert "warning: Accumulate with a peer" in wanted.window_device.reason
 
 
-def test_windows_on_the_host_may_be_asked_for():
-    decision = made(report(), window_device="cpu")
-    assert (decision.window_device.value, decision.window_device.reason) == ("cpu", "set by comm.window_device")
-    assert decision.zero_copy.value == "on"
-
-
-def test_a_reduction_that_is_asked_for_must_be_proved():
-    found = report(Peer(get=FAST, put=FAST))
-    assert choices(made(found, reduction="accumulate")) == ("cpu", "accumulate")
-    assert choices(made(found, reduction="mailbox")) == ("cuda", "mailbox")
-    assert choices(made(report(), reduction="mailbox")) == ("cuda", "mailbox")
-
-
 def test_accumulate_has_to_work_in_the_own_window():
     assert choices(made(report(own_accumulate=False))) == ("cuda", "mailbox")
     assert choices(made(report(own_accumulate=None))) == ("cuda", "mailbox")
@@ -205,13 +192,6 @@ def test_alone_a_rank_needs_nothing_of_mpi_and_no_probe():
     assert RUN_DOCTOR not in made(untried).one_line()
     for wishes in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
         assert choices(made(untried, **wishes))[0] == "cpu"
-
-
-def test_only_kinds_of_peers_that_exist_count():
-    assert summarize(report()).peers.keys() == {"same_node"}
-    found = report(None, PROVED)
-    assert choices(made(replace(found, ranks_per_node=(1, 1), peers=Peers(None, ALL)))) == ("cuda", "accumulate")
-    assert choices(made(found))[0] == "cpu", "the two ranks of a node were not tried with each other"
 
 
 def test_settings_that_do_not_go_together():

@@ -62,14 +62,6 @@ def test_a_wait_that_ended_is_forgotten() -> None:
     watchdog.close()
 
 
-def test_without_a_wait_nothing_expires() -> None:
-    calls = Calls()
-    watchdog = Watchdog(0.05, calls)
-    time.sleep(0.3)
-    assert calls.seen == []
-    watchdog.close()
-
-
 def test_a_wait_within_a_wait() -> None:
     calls = Calls()
     watchdog = Watchdog(0.2, calls)

@@ -4,7 +4,6 @@ from ranks import RecordingTransport, on_ranks
 from toy_models import RandomWeights
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.shard.gradient_format.floating_point import FloatGradients
 from odc_mpi.shard.local_shards import LocalShards
 
 SHAPES = {"a": (5, 7), "b": (), "c": (0, 2), "d": (70,)}
@@ -63,38 +62,3 @@ def test_the_optimizer_sees_fp32_at_least(
             own.parameter.untyped_storage().data_ptr() == transport.parameters.shard(0).untyped_storage().data_ptr()
         )
         assert shared is (param_dtype == master)
-
-
-@pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype", "casts"),
-    [
-        (torch.float32, torch.float32, False),
-        (torch.bfloat16, torch.float32, False),
-        (torch.float64, torch.float64, False),
-        (torch.float32, torch.float64, True),
-        (torch.float64, torch.float32, True),
-    ],
-)
-@on_ranks(3)
-def test_grad_shows_what_has_arrived_and_writing_clears_it(
-    transport: RecordingTransport, param_dtype: torch.dtype, reduce_dtype: torch.dtype, casts: bool
-) -> None:
-    slices, layouts = make_slices(transport)
-    gradient = torch.arange(float(layouts[0].numel), dtype=reduce_dtype)
-    assert all(own.parameter.grad is None for own in slices.trainable)
-    if transport.group.rank == 0:
-        transport.gradients.push(0, gradient)
-    transport.publish_parameters()
-    slices.attach_gradients([True] * len(slices.trainable), FloatGradients(torch.float32))
-    for own, slot in zip(slices.trainable, layouts[0].ranges, strict=True):
-        if own.slice.numel == 0:
-            assert own.parameter.grad is None
-            continue
-        assert own.parameter.grad.dtype == own.parameter.dtype
-        expected = gradient[slot.start + own.slice.start : slot.start + own.slice.stop]
-        assert torch.equal(own.parameter.grad, expected.to(own.parameter.dtype))
-        window = transport.gradients.shard(own.index)
-        shared = own.parameter.grad.untyped_storage().data_ptr() == window.untyped_storage().data_ptr()
-        assert shared is not casts
-    slices.write_back()
-    assert not transport.gradients.shard(0).any()

@@ -382,19 +382,6 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
         assert [k for own in reads for k in range(*own[i][1:])] == list(range(numels[name]))
 
 
-@on_ranks(1)
-def test_nothing_to_train(transport: RecordingTransport) -> None:
-    """As of a policy that another is compared with: it computes, also in a graph, and no gradient leaves it."""
-    module, inputs = stack().requires_grad_(False), torch.randn(3, WIDTH, dtype=torch.float64)
-    wanted = module(inputs)
-    model = ShardedModel(copy.deepcopy(module), transport, units=[Layer])
-    assert torch.equal(model(inputs), wanted) and not list(model.shard_parameters())
-    asked = inputs.clone().requires_grad_()
-    model(asked).sum().backward()
-    assert asked.grad is not None
-    model.close()
-
-
 def with_parameter(parameter: torch.Tensor) -> nn.Module:
     module = nn.Linear(2, 2)
     module.turn = nn.Parameter(parameter)
@@ -491,22 +478,6 @@ def test_the_module_s_own_state_and_parameters_are_refused(transport: RecordingT
             part.state_dict()
     with pytest.raises(TypeError, match=r"give the optimizer model.shard_parameters\(\)"):
         optim.SGD(model.parameters())
-
-
-@pytest.mark.parametrize("param_dtype", [torch.float64, torch.float32, torch.bfloat16])
-@on_ranks(1)
-def test_placeholders(transport: RecordingTransport, param_dtype: torch.dtype) -> None:
-    module = with_buffers(tied=True)
-    originals = {name: (p.shape, p.requires_grad) for name, p in module.named_parameters() if p.is_floating_point()}
-    model = shard(module, transport, units=[Block])
-    stand_ins = {name: p for name, p in model.module.named_parameters() if p.is_floating_point()}
-    assert {name: (p.shape, p.requires_grad) for name, p in stand_ins.items()} == originals
-    for p in stand_ins.values():
-        assert p.dtype == param_dtype and bool(p.isnan().all())
-        assert p.untyped_storage().nbytes() == param_dtype.itemsize
-    assert transport.names("fetch") == []
-    assert not model.module.embedding.weight.isnan().any()
-    assert transport.names("fetch") == ["(root)"]
 
 
 @SIZES

@@ -1,8 +1,5 @@
 """Memory of unsharded parameters on a rank, and the number of fetches."""
 
-import gc
-from typing import Any
-
 import pytest
 import torch
 from parity import Train, squares
@@ -92,41 +89,6 @@ def test_the_bound_holds_wherever_the_root_is_touched(
     run_ranks(2, work, transport=kind)
 
 
-@PREFETCH
-@on_ranks(2)
-def test_losses_that_a_user_keeps_keep_no_parameters(
-    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
-) -> None:
-    train = Train(transport, module, prefetch=prefetch)
-    with train.model.minibatch():
-        losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
-        assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
-        for loss in losses:
-            loss.backward()
-    assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
-
-
-@PREFETCH
-@on_ranks(2)
-def test_buffers_are_used_again(
-    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
-) -> None:
-    train = Train(transport, module, prefetch=prefetch)
-    pool = transport.parameters.buffers
-    seen: set[int] = set()
-    fetch = transport.start_fetch
-
-    def noting(index: int, buffer: torch.Tensor) -> Any:
-        seen.add(buffer.untyped_storage().data_ptr())
-        return fetch(index, buffer)
-
-    transport.start_fetch = noting  # type: ignore[method-assign]
-    for _ in range(3):
-        train.step()
-    assert len(seen) == 1 + num_others(prefetch)  # the root's and two others
-    assert not pool._in_use and len(pool._idle) == 1 + num_others(prefetch)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks()
 def test_fetches_of_a_forward_and_a_backward(transport: RecordingTransport, size: int, module: nn.Module) -> None:
@@ -161,14 +123,6 @@ def test_fetches_with_activation_checkpointing(transport: RecordingTransport) ->
         assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
 
 
-@on_ranks(2)
-def test_the_root_is_fetched_once_per_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
-    train = Train(transport, module)
-    for num_microbatches in (1, 3, 0, 2):
-        train.step(num_microbatches)
-        assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
-
-
 @on_ranks(1)
 def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: RecordingTransport) -> None:
     """The gradient of the first layer's weight takes its input, not its weight."""
@@ -178,17 +132,6 @@ def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: R
         transport.log.clear()
         squares(train.model, (INPUT,)).backward()
         assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
-
-
-@on_ranks(2)
-def test_everything_is_released_at_the_end_of_a_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
-    train = Train(transport, module)
-    with train.model.minibatch():
-        squares(train.model, (INPUT,)).backward()
-    assert not transport.parameters.buffers._in_use
-    gc.collect()
-    transport.parameters.buffers.clear()
-    assert transport.parameters.buffers._held_bytes == 0
 
 
 def test_recurrent_modules_keep_none_of_their_weights() -> None:

@@ -54,29 +54,6 @@ def test_units_in_the_order_of_the_module(
     assert list(names(module, units)) == expected
 
 
-def test_the_root_has_what_no_unit_has() -> None:
-    module = Transformer(2)
-    units = names(module)
-    assert units[""] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
-    assert units["blocks.1"] == [f"blocks.1.{name}" for name, _ in module.blocks[1].named_parameters()]
-
-
-def test_a_nested_unit_takes_its_parameters_from_the_one_around_it() -> None:
-    units = names(Transformer(1), [Block, nn.Linear])
-    assert units["blocks.0"] == [
-        f"blocks.0.{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("weight", "bias")
-    ]
-    assert units["blocks.0.mlp.0"] == ["blocks.0.mlp.0.weight", "blocks.0.mlp.0.bias"]
-    assert list(units) == ["", "blocks.0", *(f"blocks.0.{n}" for n in ("qkv", "out", "mlp.0", "mlp.2")), "head"]
-
-
-def test_every_parameter_is_in_one_unit() -> None:
-    module = Transformer(3, tied=True)
-    for units in (None, [], [Block, nn.Linear], [nn.LayerNorm], [nn.Embedding, nn.Linear]):
-        held = [name for parameters in names(module, units).values() for name in parameters]
-        assert sorted(held) == sorted(name for name, _ in module.named_parameters())
-
-
 @pytest.mark.parametrize("choice", ["Blok", nn.Conv2d, nn.Linear(1, 1), Transformer], ids=str)
 def test_a_choice_that_matches_nothing(choice: UnitChoice) -> None:
     with pytest.raises(ValueError, match="units: expected classes or submodules of Transformer"):
@@ -87,17 +64,6 @@ def test_a_choice_that_matches_nothing(choice: UnitChoice) -> None:
 def test_a_module_that_is_never_called(choice: UnitChoice) -> None:
     with pytest.raises(ValueError, match="blocks is a ModuleList, which is never called itself"):
         partition(Transformer(1), [choice])
-
-
-def test_tied_within_a_unit_stays_there() -> None:
-    module = Pair(Pair(nn.Linear(3, 3), nn.Linear(3, 3)), Layer(3))
-    module.a.b.weight = module.a.a.weight
-    units, _, names = partition(module, [module.a])
-    assert {unit.name: list(unit.parameters) for unit in units} == {
-        "": ["b.linear.weight", "b.linear.bias"],
-        "a": ["a.a.weight", "a.a.bias", "a.b.bias"],
-    }
-    assert names["a.a.weight"] == names["a.b.weight"] == "a.a.weight"
 
 
 def test_tied_across_units_goes_to_the_root() -> None:

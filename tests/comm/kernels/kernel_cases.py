@@ -5,6 +5,8 @@ import math
 import numpy as np
 import torch
 
+from odc_mpi.comm.kernels import native
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TARGETS = [torch.float32, torch.float64]
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e300, -1e39, 65504.0, 6e-8, -6.1e-5, 1e-40, 3.4e38]
@@ -93,3 +95,40 @@ def assert_same_number(made, wanted):
     """Equal, or both NaN."""
     assert made.dtype is torch.float64 and made.shape == ()
     assert float(made) == wanted or (math.isnan(float(made)) and math.isnan(wanted)), (float(made), wanted)
+
+
+def assert_flatten_as_torch(rng, dtype, count, longest, special, device="cpu"):
+    """Flatten random segments into a part of an array: to the bit as with torch, and nothing around it changes."""
+    segments, filled = random_segments(rng, count, longest, int(rng.choice([1, 4, 32])), special, device)
+    numel, offset = filled + int(rng.choice([0, 5])), int(rng.choice([0, 4, 1]))
+    around = torch.full((numel + 9,), -7.0, dtype=dtype, device=device)
+    flat = around[offset : offset + numel]
+    largest, wanted = native.flatten(segments, flat), torch.empty_like(flat)
+    wanted_largest = native.flatten_with_torch(segments, wanted)
+    assert_same(flat, wanted)
+    assert_same_number(largest, float(wanted_largest))
+    assert (around[:offset] == -7).all() and (around[offset + numel :] == -7).all(), "written beyond the array"
+
+
+def assert_add_segments_as_torch(rng, dtype, numel, num_slots, special, device="cpu"):
+    """Add random slots to a part of an array: to the bit as with torch, and nothing around it changes."""
+    around, offset = random_values(rng, (numel + 9,), dtype, special, device), int(rng.choice([0, 4, 1]))
+    before, shard = around.clone(), around[offset : offset + numel]
+    slots = random_slots(rng, numel, num_slots, special, device)
+    wanted = shard.clone()
+    native.add_segments_(shard, slots)
+    native.add_segments_with_torch_(wanted, slots)
+    assert_same(shard, wanted)
+    assert_same(around[:offset], before[:offset])
+    assert_same(around[offset + numel :], before[offset + numel :])
+
+
+def assert_casts(dtype, target, device="cpu"):
+    """Cast every value of a type of two bytes, as torch does on the host."""
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    flat = torch.empty(every.numel(), dtype=target, device=device)
+    assert math.isnan(float(native.flatten([(0, every.to(device))], flat)))
+    assert_same(flat, every.to(target))
+    sums = torch.zeros(every.numel(), dtype=target, device=device)
+    native.add_segments_(sums, [(0, every.to(device))])
+    assert_same(sums, 0 + every.to(target))

@@ -1,12 +1,20 @@
 """The kernels on a GPU beside torch's operators there: `make test-gpu`; else skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
-import math
 import os
 
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DTYPES, TARGETS, assert_same, assert_same_number, random_segments, random_slots, random_values
+from kernel_cases import (
+    DTYPES,
+    TARGETS,
+    assert_add_segments_as_torch,
+    assert_casts,
+    assert_flatten_as_torch,
+    assert_same,
+    assert_same_number,
+    random_segments,
+)
 
 from odc_mpi.comm.kernels import native
 
@@ -34,17 +42,8 @@ def gpu():
 def test_flatten_is_torch_s_to_the_bit(gpu, dtype, special):
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        longest, alignment = int(rng.choice([40, 5000, 60_000])), int(rng.choice([1, 4, 32]))
-        segments, filled = random_segments(rng, int(rng.integers(1, 300)), longest, alignment, special, gpu)
-        around = torch.full((filled + 20,), -7.0, dtype=dtype, device=gpu)
-        offset = int(rng.choice([0, 4, 1]))
-        flat = around[offset : offset + filled + 3]
-        largest = native.flatten(segments, flat)
-        wanted = torch.empty_like(flat)
-        wanted_largest = native.flatten_with_torch(segments, wanted)
-        assert_same(flat, wanted)
-        assert_same_number(largest, float(wanted_largest))
-        assert (around[:offset] == -7).all() and (around[offset + flat.numel() :] == -7).all()
+        longest = int(rng.choice([40, 5000, 60_000]))
+        assert_flatten_as_torch(rng, dtype, int(rng.integers(1, 300)), longest, special, gpu)
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
@@ -53,21 +52,13 @@ def test_add_segments_is_torch_s_to_the_bit(gpu, dtype, special):
     for seed in range(60):
         rng = np.random.default_rng(seed)
         numel = int(rng.choice([1, 7, 4096, 500_001]))
-        shard = random_values(rng, (numel + 1,), dtype, special, gpu)[int(rng.integers(2)) :][:numel]
-        wanted = shard.clone()
-        slots = random_slots(rng, numel, int(rng.integers(0, 9)), special, gpu)
-        native.add_segments_(shard, slots)
-        native.add_segments_with_torch_(wanted, slots)
-        assert_same(shard, wanted)
+        assert_add_segments_as_torch(rng, dtype, numel, int(rng.integers(0, 9)), special, gpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_every_value_of_two_bytes_is_cast_right(gpu, dtype, target):
-    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-    flat = torch.empty(every.numel(), dtype=target, device=gpu)
-    assert math.isnan(float(native.flatten([(0, every.to(gpu))], flat)))
-    assert_same(flat, every.to(target))
+    assert_casts(dtype, target, gpu)
 
 
 def test_subnormal_numbers_are_no_zeros(gpu):

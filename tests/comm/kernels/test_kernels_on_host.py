@@ -13,11 +13,12 @@ from kernel_cases import (
     DTYPES,
     TARGETS,
     add_naively,
+    assert_add_segments_as_torch,
+    assert_casts,
+    assert_flatten_as_torch,
     assert_same,
     assert_same_number,
     flatten_naively,
-    random_segments,
-    random_slots,
     random_values,
 )
 
@@ -49,18 +50,7 @@ def test_flatten_is_torch_s_to_the_bit(kernels, dtype, grid):
     kernels.threads, kernels.blocks = grid
     for seed in range(25):
         rng = np.random.default_rng(seed)
-        alignment = int(rng.choice([1, 4, 32]))
-        segments, filled = random_segments(rng, int(rng.integers(1, 12)), 200, alignment, special=0.1 * (seed % 2))
-        numel = filled + int(rng.choice([0, 5]))
-        around = torch.full((numel + 9,), -7.0, dtype=dtype)
-        offset = int(rng.choice([0, 4, 1]))
-        flat = around[offset : offset + numel]
-        largest = native.flatten(segments, flat)
-        wanted = torch.empty(numel, dtype=dtype)
-        wanted_largest = native.flatten_with_torch(segments, wanted)
-        assert_same(flat, wanted)
-        assert_same_number(largest, float(wanted_largest))
-        assert (around[:offset] == -7).all() and (around[offset + numel :] == -7).all(), "written beyond the array"
+        assert_flatten_as_torch(rng, dtype, int(rng.integers(1, 12)), 200, 0.1 * (seed % 2))
     assert len(kernels.launches) <= 25 and set(kernels.launches) == {f"flatten_{str(dtype).split('.')[1]}"}
 
 
@@ -70,31 +60,15 @@ def test_add_segments_is_torch_s_to_the_bit(kernels, dtype, grid):
     kernels.threads, kernels.blocks = grid
     for seed in range(25):
         rng = np.random.default_rng(seed)
-        numel = int(rng.integers(1, 500))
-        special = 0.1 * (seed % 2)
-        around = random_values(rng, (numel + 9,), dtype, special)
-        offset = int(rng.choice([0, 4, 1]))
-        before, shard = around.clone(), around[offset : offset + numel]
-        slots = random_slots(rng, numel, int(rng.integers(0, 7)), special)
-        wanted = shard.clone()
-        native.add_segments_(shard, slots)
-        native.add_segments_with_torch_(wanted, slots)
-        assert_same(shard, wanted)
-        assert_same(around[:offset], before[:offset])
-        assert_same(around[offset + numel :], before[offset + numel :])
+        numel, num_slots = int(rng.integers(1, 500)), int(rng.integers(0, 7))
+        assert_add_segments_as_torch(rng, dtype, numel, num_slots, 0.1 * (seed % 2))
     assert len(kernels.launches) <= 25
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_every_value_of_two_bytes_is_cast_right(kernels, dtype, target):
-    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-    flat = torch.empty(every.numel(), dtype=target)
-    assert math.isnan(float(native.flatten([(0, every)], flat)))
-    assert_same(flat, every.to(target))
-    sums = torch.zeros(every.numel(), dtype=target)
-    native.add_segments_(sums, [(0, every)])
-    assert_same(sums, 0 + every.to(target))
+    assert_casts(dtype, target)
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)

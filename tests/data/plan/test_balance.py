@@ -58,17 +58,6 @@ def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
     assert plan.microbatches == (((6,), (2,), (4,), (0,)), ((1,), (5,), (3,)))
 
 
-def test_lb_mini_packs_each_rank_alone_by_falling_cost() -> None:
-    # Halves of 20: {10, 6, 4} and {9, 8, 3}, or the like; packs of at most 10.
-    lengths = np.array([10, 9, 8, 6, 4, 3])
-    plan = lb_mini(lengths, 2, 10, CostModel())
-    assert rank_costs(plan, lengths, CostModel()) == [20.0, 20.0]
-    for microbatches in plan.microbatches:
-        costs = [lengths[list(pack)].sum() for pack in microbatches]
-        assert costs == sorted(costs, reverse=True)
-    assert sorted(len(microbatches) for microbatches in plan.microbatches) in ([2, 2], [2, 3])
-
-
 def test_lb_mini_lets_the_numbers_of_microbatches_differ() -> None:
     lengths = np.array([1000] + [100] * 20)
     plan = lb_mini(lengths, 2, 1000, CostModel(1.0, 0.0012))  # 2200 against 20 times 112
@@ -121,23 +110,6 @@ def test_lb_micro_is_even_in_each_turn() -> None:
     assert len(plan.microbatches[0]) == len(plan.microbatches[1])
     for one, other in zip(*plan.microbatches, strict=True):
         assert abs(lengths[list(one)].sum() - lengths[list(other)].sum()) <= 4
-
-
-def test_lb_micro_needs_less_time_with_collectives_than_dealing_in_turn() -> None:
-    rng = np.random.default_rng(0)
-    ratios = []
-    for _ in range(20):
-        lengths = lognormal_lengths(rng, 64)
-        ratios.append(
-            lockstep(local_sort(lengths, 8, 4096, COST), lengths) / lockstep(lb_micro(lengths, 8, 4096, COST), lengths)
-        )
-    assert np.mean(ratios) > 1.1
-
-
-def lockstep(plan: Plan, lengths: np.ndarray) -> float:
-    """Return the time of ranks that synchronize after each microbatch."""
-    turns = zip(*plan.microbatches, strict=True)
-    return sum(max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in turn) for turn in turns)
 
 
 def test_dynamic_leaves_everything_in_the_pool_by_falling_cost() -> None:

@@ -141,31 +141,11 @@ def test_learns_the_cost_of_chunks(factor: float) -> None:
     assert other.cost == ranks[0].cost and errors(other.cost).max() < 0.05
 
 
-def test_splitting_alone_changes_nothing() -> None:
-    """Without varied chunks nothing shows how fast the rank is."""
-    rank = FittedCostModel(CostModel())
-    rank.observe_chunk(0, 100, 7.0)
-    rank.observe_chunk(5, 5, 1.0)
-    share([rank])
-    assert rank.cost == CostModel()
-
-
 def test_useless_measurements_are_ignored() -> None:
     rank = FittedCostModel(CostModel())
     for lengths, seconds in (([], 1.0), ([5], 0.0), ([5], -1.0), ([5], math.nan), ([5], math.inf)):
         rank.observe(lengths, seconds)
     assert rank.report().tolist() == [0.0] * ROW_LENGTH
-
-
-def test_a_rank_without_work_does_not_matter() -> None:
-    ranks = [FittedCostModel(CostModel()) for _ in range(3)]
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        for rank in ranks[:2]:
-            for length in rng.integers(100, 60_000, 6):
-                rank.observe([length], TRUE.microbatch([length]))
-        share(ranks)
-    assert errors(ranks[2].cost).max() < 0.03
 
 
 def test_no_coefficient_is_negative() -> None:
@@ -193,19 +173,6 @@ def test_state_goes_through_json_and_continues() -> None:
     for ranks in (whole, resumed):
         learn(ranks, minibatches=5, seed=9, outliers=0.0)
     np.testing.assert_allclose(errors(resumed[0].cost), errors(whole[0].cost), atol=0.01)
-
-
-@pytest.mark.parametrize("size", [1, 5])
-def test_continues_on_another_number_of_ranks(size: int) -> None:
-    before = [FittedCostModel(CostModel()) for _ in range(3)]
-    learn(before, minibatches=60, slowness=[1.0, 2.0, 1.5])
-    after = [FittedCostModel(CostModel()) for _ in range(size)]
-    for rank in after:
-        rank.load_state_dict(before[0].state_dict())
-    share(after)
-    assert errors(after[0].cost).max() < 0.05
-    learn(after, minibatches=10)
-    assert errors(after[0].cost).max() < 0.05
 
 
 def test_what_comes_between_report_and_update_counts_next_time() -> None:

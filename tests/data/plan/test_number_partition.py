@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from length_fixtures import COST, lognormal_lengths
 
-from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, first_fit, partition, partition_evenly
+from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, partition, partition_evenly
 
 
 def greedy(costs: list[float], size: int) -> float:
@@ -53,16 +53,6 @@ def test_differencing_joins_as_karmarkar_and_karp_do() -> None:
     assert makespan(parts, [8.0, 7.0, 6.0, 5.0, 4.0]) == 16.0
 
 
-@pytest.mark.parametrize("size", range(1, 9))
-def test_even_parts_have_equal_numbers(size: int) -> None:
-    rng = np.random.default_rng(size)
-    for n in (0, 1, 5, 16, 31):
-        parts = partition_evenly(rng.integers(0, 50, n).tolist(), size)
-        assert len(parts) == size
-        assert sorted(i for part in parts for i in part) == list(range(n))
-        assert {len(part) for part in parts} <= {n // size, -(-n // size)}
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_even_parts_are_close_to_the_best_of_equal_numbers(size: int) -> None:
     rng = np.random.default_rng(size)
@@ -103,21 +93,6 @@ def test_even_parts_need_no_memory_with_the_square() -> None:
         tracemalloc.stop()
         assert most < 40e6  # a table of all pairs of two ranks has 200 MB
         assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
-
-
-def test_first_fit_takes_the_first_bin_with_space() -> None:
-    assert first_fit(np.array([2, 5, 4, 5, 3, 6]), 10) == [[5, 2], [1, 3], [4, 0]]
-
-
-def test_even_fit_keeps_both_caps() -> None:
-    rng = np.random.default_rng(0)
-    for most in (0.0, 50.0, 200.0, 1e9):
-        sizes = rng.integers(1, 100, 60)
-        costs = sizes * 1.5
-        bins = even_fit(sizes, costs, 120, most)
-        assert sorted(i for own in bins for i in own) == list(range(60))
-        assert all(sizes[own].sum() <= 120 for own in bins)
-        assert all(costs[own].sum() <= most for own in bins if len(own) > 1)
 
 
 def test_even_fit_takes_the_older_of_equally_cheap_bins() -> None:

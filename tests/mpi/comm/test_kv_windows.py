@@ -112,9 +112,7 @@ def list_splits(world):
     ]
 
 
-@pytest.mark.parametrize("slowed", [None, 0, 1])
-def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
-    """Each time that the others come to a slot or a flag, the slow rank has not."""
+def assert_sequence_after_sequence(windows, world, slowed=None):
     results = {}
     for turn, (seed, bounds, ranks) in enumerate(list_splits(world), 1):
         if world.rank in ranks:
@@ -124,15 +122,16 @@ def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
         assert_unsplit(world, seed, bounds, ranks, results.get(seed))
 
 
+@pytest.mark.parametrize("slowed", [None, 0, 1])
+def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
+    """Each time that the others come to a slot or a flag, the slow rank has not."""
+    assert_sequence_after_sequence(windows, world, slowed)
+
+
 @pytest.mark.sizes(2, 3)
 def test_flags_follow_the_copies_of_a_device(late_windows, world):
     """What has not arrived in a window is NaN, and what is overwritten before it has left is noticed."""
-    results = {}
-    for turn, (seed, bounds, ranks) in enumerate(list_splits(world), 1):
-        if world.rank in ranks:
-            results[seed] = run_chunk(late_windows, turn, seed, bounds, ranks)
-    for seed, bounds, ranks in list_splits(world):
-        assert_unsplit(world, seed, bounds, ranks, results.get(seed))
+    assert_sequence_after_sequence(late_windows, world)
 
 
 @pytest.mark.sizes(3, 4)

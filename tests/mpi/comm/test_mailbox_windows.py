@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from pretended_nodes import on_pretended_nodes
-from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
@@ -74,24 +73,6 @@ def complete_and_check(transport, wanted):
         assert not own[stop - start :].any(), "padding was written to"
         own.zero_()
     transport.publish_parameters()
-
-
-@on_nodes
-@pytest.mark.parametrize(
-    ("ring_bytes", "dtype"), [(SMALLEST, torch.float32), (7 * SMALLEST, torch.float64), (1 << 20, torch.float32)]
-)
-def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes):
-    """Some megabytes in all through rings of some hundred bytes; the counters go on from minibatch to minibatch."""
-    sizes = [1, 33, 1000, 4099]
-    transport, _ = make(sizes, ring_bytes, dtype)
-    for minibatch in range(15):
-        for index, start, values in random_pushes(sizes, world.rank, minibatch):
-            transport.gradients.push(index, values.to(dtype), start).wait()
-        transport.complete_gradients(np.zeros(1))
-        assert_pushed(world, transport, sizes, [minibatch])
-        for index in range(len(sizes)):
-            transport.gradients.shard(index).zero_()
-        transport.publish_parameters()
 
 
 @on_nodes

@@ -35,28 +35,6 @@ def assert_each_once(everyone, count):
         assert drawn == sorted(drawn), "a rank gets positions in the order of the list"
 
 
-def test_every_position_once_through_thousands_of_minibatches(world, tickets):
-    rng = np.random.default_rng(3)  # the same on every rank
-    idle = np.random.default_rng(world.rank)
-    everyone = []
-    for minibatch in range(2000):
-        count = int(rng.integers(0, 4 * world.size))
-        drawn = []
-        for position in tickets.draw(count):
-            drawn.append(position)
-            if minibatch % 50 == 0:
-                time.sleep(idle.random() * 1e-3)
-        # A rank holds no position after it has reported it.
-        total = np.zeros(max(1, count), dtype=np.int64)
-        total[drawn] += 1
-        world.comm.Allreduce(MPI.IN_PLACE, total)
-        assert (total[:count] == 1).all(), f"minibatch {minibatch}: {total.tolist()}"
-        everyone.append(len(drawn))
-        tickets.reset()
-        published(world)
-    assert sum(sum(counts) for counts in world.gather_objects(everyone)) > 2000
-
-
 def test_a_slow_rank_gets_few(world, tickets):
     """The last rank takes 50 ms for a position, the others 1 ms."""
     count = 8 * world.size
@@ -131,10 +109,13 @@ def test_several_nodes_share_the_positions_and_steal_what_is_left(world, nodes):
     made.close()
 
 
-@pytest.mark.sizes(3, 4)  # the first two are alike
-@pytest.mark.parametrize("nodes", [[0, 1, 1, 1], [0, 1, 2, 2]], ids=str)
-def test_every_position_once_on_several_nodes_through_thousands_of_minibatches(world, nodes):
-    """In some a rank is slow, in some one comes late, and then draws nothing or little."""
+@pytest.mark.parametrize(
+    "nodes",
+    [[0, 0, 0, 0], *(pytest.param(nodes, marks=pytest.mark.sizes(3, 4)) for nodes in ([0, 1, 1, 1], [0, 1, 2, 2]))],
+    ids=str,
+)
+def test_every_position_once_through_thousands_of_minibatches(world, nodes):
+    """On one or several nodes. In some a rank is slow, in some one comes late, and then draws nothing or little."""
     rng = np.random.default_rng(5)  # the same on every rank
     made = Tickets(Nodes(world, nodes[: world.size]))
     drew_nothing = 0
@@ -155,7 +136,7 @@ def test_every_position_once_on_several_nodes_through_thousands_of_minibatches(w
         drew_nothing += bool(count) and not drawn
         made.reset()
         published(world)
-    assert sum(world.gather_objects(drew_nothing)) > 0, "no rank ever drew nothing, so that was not tried"
+    assert world.size == 1 or sum(world.gather_objects(drew_nothing)) > 0, "nobody drew nothing: that was not tried"
     made.close()
 
 

@@ -83,16 +83,6 @@ def test_every_rank_fetches_what_the_owners_wrote(transport_of, dtype):
         transport.parameters.release(fetched)
 
 
-def test_fetches_follow_a_publication(make):
-    transport = make()
-    for generation in range(1, 4):
-        write_own_parameters(transport, [torch.full((numel,), float(generation)) for numel in SIZES])
-        fetched = transport.parameters.fetch(4).wait()
-        assert torch.equal(fetched, torch.full((SIZES[4],), float(generation)))
-        transport.parameters.release(fetched)
-        transport.complete_gradients(np.zeros(1))  # nobody may still fetch while an owner writes the next
-
-
 @both_reductions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):

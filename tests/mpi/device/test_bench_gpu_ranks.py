@@ -5,11 +5,9 @@ import sys
 
 import gpu
 import gpu_kernels
-import gpu_memory
 import gpu_step
 import gpu_windows
 import pytest
-from late_device import LateDevice
 from small_training import QWEN2, configure
 from test_device_training import pose_as_device
 
@@ -50,26 +48,6 @@ def test_every_part_is_measured(world, device, options):
         assert result[part]["peak_bytes"][name] > result[part]["model_numel"] * (2 + 4)
 
 
-def test_what_fails_is_left_out(world, device, options, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(gpu_kernels, "measure_size", fail)
-    trainer = gpu_step.Contenders.trainer
-
-    def trainer_without_copies(self, name, config, alone, **comm):
-        return fail() if name == gpu_step.COPIES else trainer(self, name, config, alone, **comm)
-
-    monkeypatch.setattr(gpu_step.Contenders, "trainer", trainer_without_copies)
-    options = gpu.Options(
-        **{**vars(options), "parts": ("kernels", "step"), "contenders": ("device_copies", "device_windows")}
-    )
-    result = gpu.measure(world, device, options)
-    assert result["left_out"]["kernels"] == "failed: RuntimeError: out of order"
-    assert result["step"]["left_out"] == {"device_copies": "failed: RuntimeError: out of order"}
-    assert set(result["step"]["overhead"]) == {"device_windows"} and gpu_step.failed(result)
-
-
 def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "_find", lambda host_rank: device)
     monkeypatch.setattr(gpu, "World", lambda **_: world)
@@ -93,17 +71,3 @@ def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsy
         flops = 6 * (step["model_numel"] - vocab * hidden) + 6 * layers * hidden * 32
         assert step["mfu"]["plain"] == pytest.approx(step["tokens_per_s"]["plain"] * flops / 1e9, rel=0.02)
         assert "ranks_device_windows" in lines[-1]["left_out"], "the doctor has proved nothing"
-
-
-def test_memory_belongs_to_the_contender_whose_turn_it_is(device):
-    memory = gpu_memory.Memory(device)
-    for name, num_bytes in [("a", 100), ("b", 10), ("a", 1)]:
-        with memory.of(name):
-            device.empty_for_windows(num_bytes)
-    device.empty_for_windows(1000)
-    assert memory.peaks == {"a": 101, "b": 10}
-
-
-def test_windows_that_ranks_map_are_measured(world, device):
-    size = gpu_windows.measure_size(world, LateDevice(), 4000, 1, mapped=True)
-    assert {"fetch_mapped", "push_mapped_mailbox", "fetch_host"} < set(size["variants"])

@@ -10,7 +10,6 @@ from pretended_nodes import on_pretended_nodes
 from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import gradient_store_factories, window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows import device_window
 from odc_mpi.comm.windows.device_window import DeviceWindow
@@ -197,12 +196,3 @@ def test_memory_without_an_event_is_not_touched(make):
         transport.gradients.push(0, torch.ones(3))
     with pytest.raises(KeyError):
         transport.parameters.start_fetch(0, torch.ones(10))
-
-
-def test_frozen_arrays_have_no_gradient_shard(world):
-    device = LateDevice()
-    transport = window_transport(world, device=device, reduction=gradient_store_factories(1 << 20, device)["mailbox"])
-    transport.allocate([FlatLayout.build("frozen", [ParameterSpec("p", (100,), False)], world.size)])
-    with pytest.raises(KeyError):
-        transport.gradients.shard(0)
-    transport.close()

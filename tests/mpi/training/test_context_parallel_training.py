@@ -57,9 +57,9 @@ def configured(dataset_path, **changes):
     return configure(dataset_path, **{"data.balance": "dynamic", "data.context_parallel": "auto", **changes})
 
 
-def check(config, world, min_split):
+def check(config, world, min_split, like=None):
     inputs, losses, state, num_split = train(config, world)
-    wanted, parameters = expected(config, inputs.dataset)
+    wanted, parameters = expected(like or config, inputs.dataset)
     assert num_split >= (min_split if world.size > 1 else 0)
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert_close(state, parameters)
@@ -78,13 +78,9 @@ def test_chunks_on_a_device(dataset_path, world, monkeypatch, changes):
     for module in (api, training_run):
         monkeypatch.setattr(module, "find_device", lambda kind, host_rank: device)
     monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
-    inputs, losses, state, num_split = train(
-        configured(dataset_path, **{"run.device": "cuda", "comm.window_device": "cpu"} | changes), world
-    )
-    wanted, parameters = expected(configured(dataset_path, **changes), inputs.dataset)
-    assert num_split >= 10 and device.copies and not device.unfinished
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    assert_close(state, parameters)
+    config = configured(dataset_path, **{"run.device": "cuda", "comm.window_device": "cpu"} | changes)
+    check(config, world, 10, like=configured(dataset_path, **changes))
+    assert device.copies and not device.unfinished
 
 
 @pytest.mark.sizes(3, 4)
@@ -103,6 +99,14 @@ def test_over_several_ranks_as_unsplit_sequences_on_one_process(dataset_path, wo
     check(configured(dataset_path, **changes), world, 10)
 
 
+def assert_losses_with_and_without_splits(world, dataset_path, monkeypatch, rel, **changes):
+    _, whole, _, _ = train(configured(dataset_path, **changes, **{"data.context_parallel": "off"}), world)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
+        _, cut, _, num_split = train(configured(dataset_path, **changes), world)
+    assert num_split and cut == pytest.approx(whole, rel=rel)
+
+
 def test_the_plan_cuts_where_it_gains(dataset_path, world):
     """Two sequences a minibatch: the longer one is split over the ranks, or takes all the time."""
     check(configured(dataset_path, **{"data.minibatch_sequences": 2, "data.cost": "linear"}), world, 3)
@@ -110,13 +114,7 @@ def test_the_plan_cuts_where_it_gains(dataset_path, world):
 
 def test_sequences_longer_than_a_microbatch(dataset_path, world):
     """Sequences of up to 40 tokens, in chunks of at most 20."""
-    config = configured(dataset_path, **{"data.max_tokens_per_microbatch": 20})
-    inputs, losses, state, num_split = train(config, world)
-    whole = configured(dataset_path)
-    wanted, parameters = expected(whole, inputs.dataset)
-    assert num_split
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    assert_close(state, parameters)
+    check(configured(dataset_path, **{"data.max_tokens_per_microbatch": 20}), world, 1, like=configured(dataset_path))
 
 
 @pytest.mark.sizes(3)
@@ -133,25 +131,16 @@ def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
 @pytest.mark.sizes(3)
 def test_in_bf16_the_losses_stay_within_rounding(dataset_path, world, monkeypatch):
     """Sums over chunks round to bf16 in other places: 4e-3 of each number, less of a loss."""
-    config = {"model.param_dtype": "bfloat16", "run.steps": 3}
-    _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
-    monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
-    _, cut, _, num_split = train(configured(dataset_path, **config), world)
-    assert num_split or world.size == 1
-    assert cut == pytest.approx(whole, rel=5e-3)
+    changes = {"model.param_dtype": "bfloat16", "run.steps": 3}
+    assert_losses_with_and_without_splits(world, dataset_path, monkeypatch, 5e-3, **changes)
 
 
 @pytest.mark.sizes(3)
 def test_adapters(dataset_path, world, monkeypatch):
     """Only queries of adapters are trained, so no gradients of keys and values are sent; then also keys and values."""
     for modules in ("[q_proj]", "[k_proj, v_proj]"):
-        config = {"lora.r": 4, "lora.target_modules": modules, "run.steps": 3, "optim.learning_rate": 0.1}
-        _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
-        with monkeypatch.context() as patch:
-            patch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
-            _, cut, _, num_split = train(configured(dataset_path, **config), world)
-        assert num_split or world.size == 1
-        assert cut == pytest.approx(whole, rel=1e-5)
+        changes = {"lora.r": 4, "lora.target_modules": modules, "run.steps": 3, "optim.learning_rate": 0.1}
+        assert_losses_with_and_without_splits(world, dataset_path, monkeypatch, 1e-5, **changes)
 
 
 @pytest.mark.parametrize(

@@ -54,34 +54,6 @@ def test_units_and_microbatches_are_published() -> None:
     assert {number for number, _ in said} == {1, 2}
 
 
-def test_recomputation_is_part_of_the_backward() -> None:
-    def work(transport: RecordingTransport) -> None:
-        model = make(transport, activation_checkpointing=True)
-        statuses.clear()
-        with model.minibatch():
-            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-
-    said = [what for _, what in run(work) if "fetching" not in what]
-    assert said.index("backward of unit (root)") == 5
-    assert said[5:] == [f"backward of unit {name}" for name in ("(root)", "3", "2", "1", "0")]
-
-
-def test_outside_of_minibatches_there_are_no_microbatches() -> None:
-    def work(transport: RecordingTransport) -> None:
-        model = make(transport)
-        with model.minibatch():
-            pass
-        model.publish()
-        statuses.clear()
-        with torch.no_grad():
-            model(torch.ones(2, 4, dtype=torch.float64))
-        model.state_dict()
-
-    said = run(work)
-    assert said and all(number == 0 for number, _ in said)
-    assert (0, "using unit 2") in said
-
-
 def test_the_same_status_is_not_published_twice() -> None:
     def work(transport: RecordingTransport) -> None:
         activity = ActivityReporter(transport.group)

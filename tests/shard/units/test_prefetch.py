@@ -1,9 +1,7 @@
 import copy
 import random
-import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,13 +41,6 @@ def follow(order: PrefetchPredictor[str], uses: str, count: int = 1) -> list[str
     return expected
 
 
-def test_the_transition_between_two_microbatches_is_learned() -> None:
-    order: PrefetchPredictor[str] = PrefetchPredictor()
-    follow(order, "abcdcba" + "bcdcba")
-    order.reset_position()
-    assert follow(order, "abcdcba", 3) == ["bcd", "cdc", "dcb", "cba", "bab", "abc", "bcd"]
-
-
 def test_a_changed_order_is_learned_again() -> None:
     order: PrefetchPredictor[str] = PrefetchPredictor()
     for uses in ("abcd", "abcd", "acbd"):
@@ -61,15 +52,6 @@ def test_a_changed_order_is_learned_again() -> None:
     assert follow(order, "abcd") == ["c", "c", "d", ""], "half of the old order is still known"
     order.reset_position()
     assert follow(order, "abcd") == ["b", "c", "d", ""]
-
-
-def test_nothing_follows_across_a_restart() -> None:
-    order: PrefetchPredictor[str] = PrefetchPredictor()
-    follow(order, "ab")
-    order.reset_position()
-    follow(order, "cd")
-    order.reset_position()
-    assert follow(order, "abcd") == ["b", "", "", ""]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
@@ -88,50 +70,6 @@ def test_any_sequence_is_predicted_where_two_uses_determine_the_next(count: int)
 
 
 # The thread
-
-
-def test_operations_run_in_their_order_in_one_other_thread() -> None:
-    seen: list[tuple[int, str]] = []
-
-    def operation(i: int) -> Work:
-        seen.append((i, threading.current_thread().name))
-        return late(lambda: seen.append((i, "complete")))
-
-    thread = CommunicationThread("some-name")
-    assert not seen
-    pending = [thread.start(operation, i) for i in range(5)]
-    for each in pending:
-        each.wait()
-        each.wait()
-    assert [i for i, _ in seen] == [i for i in range(5) for _ in range(2)]
-    assert {name for _, name in seen} == {"some-name_0", "complete"}
-    thread.close()
-    thread.close()
-    with pytest.raises(RuntimeError):
-        thread.start(operation, 5)
-
-
-def test_closing_completes_what_was_started() -> None:
-    done: list[int] = []
-    thread = CommunicationThread("t")
-    for i in range(3):
-        thread.start(lambda i=i: late(lambda: (time.sleep(0.02), done.append(i))))
-    thread.close()
-    assert done == [0, 1, 2]
-
-
-@pytest.mark.parametrize("when", ["start", "wait"])
-def test_an_error_is_raised_where_it_is_waited_for(when: str) -> None:
-    def fail() -> Any:
-        raise ValueError(f"at the {when}")
-
-    thread = CommunicationThread("t")
-    bad = thread.start(fail if when == "start" else lambda: late(fail))
-    good = thread.start(Work)
-    with pytest.raises(ValueError, match=f"at the {when}"):
-        bad.wait()
-    good.wait()
-    thread.close()
 
 
 def test_no_reference_to_a_buffer_remains_after_its_wait() -> None:
