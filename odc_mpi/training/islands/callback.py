@@ -14,7 +14,7 @@ from odc_mpi.training.islands.outer_loop import OuterLoop, merge_results
 
 
 class OuterLoopCallback(Callback):
-    """Synchronizes the islands after the steps that the settings select, and all fragments after the last step.
+    """Synchronizes the islands after the steps that the settings select, and averages them after the last step.
 
     Args:
         num_steps: Number of steps of the run.
@@ -43,8 +43,9 @@ class OuterLoopCallback(Callback):
         if self._rule is None:
             return False
         # Each island has only its share of the gradient of the minibatch.
-        norms = zip(self._model.replica_norms, amounts, strict=True)
-        return self._rule.update([norm / amount if amount else math.nan for norm, amount in norms])
+        shares = [amount / sum(amounts) for amount in amounts]
+        norms = zip(self._model.replica_norms, shares, strict=True)
+        return self._rule.update([norm / share if share else math.nan for norm, share in norms])
 
     @override
     def state_dict(self) -> dict[str, Any]:
