@@ -277,7 +277,7 @@ def test_tokenizers_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # A name that a hub would know.
     assert "data set with a tokenizer, got 'gpt2'" in refused(source, tmp_path / "a.h5", tokenizer=Path("gpt2"))
     (tmp_path / "t").mkdir()
-    assert "no files of one" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
+    assert "data set with a tokenizer, got " in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
     (tmp_path / "t" / "tokenizer.json").write_text("{}")
     (tmp_path / "t" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     assert "do not load" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
