@@ -4,8 +4,8 @@
 
 A run saves every third step. A rank is killed, or stopped, for a moment or for good; or the second host is cut off from
 the network, for a moment or until the line is printed. What outlasts that goes on to the next fault. What does not ends
-with a line that names the rank, and is started once more, with islands or without them in turn. In the end the losses
-are those of one process.
+with a line that names the rank, and is started once more, with other islands in turn. In the end the losses are those
+of a run without faults. `SERIES` lists which islands, and which run.
 """
 
 import argparse
@@ -47,6 +47,10 @@ PATIENCE_S = 120.0
 #: Steps while there are faults, and after the last one.
 ENDLESS, STEPS_LEFT = 100_000, 3
 SETTINGS = ("--optim.lr_scheduler_type", "constant", "--optim.adam_epsilon", 1e-3)
+FLAT, HYBRID = ("--islands.by", "off"), ("--islands.by", "node")
+OUTER = (*HYBRID, "--islands.mode", "outer")
+_OUTER_SUM = ("--islands.outer_learning_rate", 1, "--islands.outer_momentum", 0)
+_IN_FLIGHT = ("--islands.sync_every", 4, "--islands.fragments", 2, "--islands.delay", 1, "--islands.wire", "int8")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,30 @@ class Fault:
         return f"{self.kind} rank {self.rank}, {when} and {self.after_s:.2f} s"
 
 
+@dataclass(frozen=True)
+class Series:
+    """Islands of successive starts, in turn, and the number of ranks of the run without faults that has their losses.
+
+    0 ranks are one process without islands; otherwise each rank is an island, with the settings of the first start.
+    """
+
+    starts: tuple
+    ranks_alone: int = 0
+    settings: tuple = ()
+
+
+SERIES = (
+    Series((FLAT, HYBRID)),
+    # Islands that synchronize plain SGD in each step train as one model.
+    Series(
+        (FLAT, (*OUTER, "--islands.sync_every", 1, *_OUTER_SUM), HYBRID),
+        settings=("--optim.optimizer", "sgd", "--optim.learning_rate", 0.1, "--optim.max_grad_norm", 0),
+    ),
+    # A fragment is in flight after each odd step, so in every other checkpoint.
+    Series(((*OUTER, *_IN_FLIGHT),), ranks_alone=2),
+)
+
+
 def draw(random_numbers, ranks):
     early = random_numbers.random() < EARLY
     return Fault(
@@ -76,9 +104,9 @@ def draw(random_numbers, ranks):
 class Run:
     """A start of the run on two hosts, its output, and its ranks' processes."""
 
-    def __init__(self, config, steps, islands):
+    def __init__(self, config, steps, settings):
         train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
-        train += ("--comm.timeout_s", TIMEOUT_S, "--islands.by", islands, *SETTINGS)
+        train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS, *settings)
         self._process = two_hosts.start(1, *train, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
         self.said = {"stdout": [], "stderr": []}
         self._threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self.said]
@@ -174,30 +202,36 @@ def named(text, rank):
     """True if a line names a rank, or any rank: of this package, or of a launcher that saw it die.
 
     MPICH's launcher names its process and its host, of which it is the only rank, and leaves the others no time to say.
-    Neither does Open MPI where it finds a connection closed: the rank that found it is ended, with the peer's host.
+    Neither does Open MPI where it finds a connection closed: the rank that found it is ended, with the peer's host, or
+    with its own host only if it ends before the message is printed.
     """
     number = r"\d" if rank is None else rank
-    by_launcher = rf"(?:PID \d+ RUNNING AT|Peer host:) +node{number}\b"
+    peer = r"\d" if rank is None else 1 - rank
+    by_launcher = (
+        rf"(?:PID \d+ RUNNING AT|Peer host:) +node{number}\b|\[node{peer}:\d+\] .* error occurred in Socket closed"
+    )
     return re.search(rf"\brank {number}\b[^\n]*(?:node\d|waited|signal|PID)|{by_launcher}", text) is not None
 
 
 def endure(directory, num_faults, seed):
-    """Let so many faults happen to a run; return the losses, and those of one process.
+    """Let so many faults happen to a run; return the losses, and those of a run without. The seed selects the series.
 
     Raises:
         AssertionError: A run ended in another way than with a line that names the rank, or did not end.
     """
-    runs, config = [], crash_soak._config(directory)
+    runs, config, series = [], crash_soak._config(directory), SERIES[seed % len(SERIES)]
+    starts = [(*series.settings, *islands) for islands in series.starts]
     try:
-        _inflict_all(runs, config, num_faults, seed)
+        _inflict_all(runs, config, starts, num_faults, seed)
         if not runs[-1].is_over:
             runs[-1].wait_until(lambda: runs[-1].step)
             os.kill(runs[-1].ranks()[0], signal.SIGUSR1)
             assert runs[-1].finish() == 75, f"seed {seed}: {runs[-1].text}"
         steps = crash_soak._last_step(directory / "run") + STEPS_LEFT
         one = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.dir", directory / "alone")
-        alone = mpi_launch.start(0, *one, *SETTINGS)
-        runs.append(Run(config, steps, "off"))
+        islands = ("--islands.by", 1) if series.ranks_alone else ()
+        alone = mpi_launch.start(series.ranks_alone, *one, *SETTINGS, *starts[0], *islands)
+        runs.append(Run(config, steps, starts[0]))
         assert runs[-1].finish() == 0, f"seed {seed}: {runs[-1].text}"
         done = mpi_launch.finish(alone)
         assert done.code == 0, done.err
@@ -210,12 +244,12 @@ def endure(directory, num_faults, seed):
     return losses(directory / "run"), losses(directory / "alone")
 
 
-def _inflict_all(runs, config, num_faults, seed):
+def _inflict_all(runs, config, starts, num_faults, seed):
     """Start the run, and once more after each fault that ended it, until all faults have happened."""
     random_numbers = random.Random(seed)
     for number in range(1, num_faults + 1):
         if not runs or runs[-1].is_over:
-            runs.append(Run(config, ENDLESS, ("node", "off")[len(runs) % 2]))
+            runs.append(Run(config, ENDLESS, starts[len(runs) % len(starts)]))
         run, fault = runs[-1], draw(random_numbers, 2)
         pids = run.ranks()
         target = run.step + fault.steps if fault.steps else 0
@@ -243,10 +277,12 @@ def main():
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        ours, theirs = endure(Path(directory), arguments.faults, arguments.seed)
-    worst = max(abs(our - their) / their for our, their in zip(ours, theirs, strict=True))
-    print(f"{arguments.faults} faults, {len(ours)} steps, losses differ by {worst:.1e} at most")
+    for seed in range(arguments.seed, arguments.seed + len(SERIES)):
+        num_faults = -(-arguments.faults // len(SERIES))
+        with tempfile.TemporaryDirectory() as directory:
+            ours, theirs = endure(Path(directory), num_faults, seed)
+        worst = max(abs(our - their) / their for our, their in zip(ours, theirs, strict=True))
+        print(f"seed {seed}: {num_faults} faults, {len(ours)} steps, losses differ by {worst:.1e} at most", flush=True)
 
 
 if __name__ == "__main__":

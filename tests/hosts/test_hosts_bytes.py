@@ -1,11 +1,14 @@
-"""Two hosts with two ranks each: caches and islands on the hosts halve what crosses the network, and change no bit."""
+"""Two hosts with two ranks each: caches and islands on the hosts reduce what crosses the network, and change no bit."""
 
 import json
+import math
 
 import pytest
 from mpi_launch import script
 from small_run import write_config
 from two_hosts import launch
+
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 
 # Bytes that a host receives, by Ethernet's counters, while all ranks fetch all units of four minibatches.
 CROSSES = """
@@ -35,7 +38,7 @@ for node_cache, trainable in (False, True), (True, True), (True, False):
     transport.close()
 world.close()
 """
-# Runs after each other. Two stop after half of their steps, and go on, one of them with other islands.
+# Runs after each other. Three go on after half of their steps, one of them with other islands. The last has one host.
 TRAINS = """
 import sys
 from pathlib import Path
@@ -43,8 +46,11 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.run import train
 from odc_mpi.training.settings import load
 
+top = Path(sys.argv[1]).parent
 common = ["--run.exact=true", "--data.max_tokens_per_microbatch=32", "--data.minibatch_sequences=16"]
 common += ["--run.eval_every=1", f"--data.eval_path={sys.argv[2]}"]
+outer = ["--islands.mode=outer", "--islands.sync_every=4", "--islands.fragments=2", "--islands.delay=1"]
+outer += ["--islands.wire=e3m0", "--run.checkpoint_every=3", "--run.eval_every=5"]
 RUNS = [
     ("off", 4, "--comm.node_cache=off"),
     ("auto", 2, "--comm.node_cache=auto"),
@@ -52,11 +58,16 @@ RUNS = [
     ("islands", 4, "--islands.by=node"),
     ("moved", 2, "--islands.by=node"),
     ("moved", 4, "--islands.by=1"),
+    ("outer", 5, "--islands.by=node", *outer),
+    ("outer_in_flight", 5, "--islands.by=node", *outer, f"--run.resume={top}/outer/checkpoints/step_00000003"),
+    ("outer_on_host", 5, "--islands.by=1", *outer),
 ]
 with World(timeout_s=60) as world:
-    for name, steps, way in RUNS:
-        words = [f"--run.dir={Path(sys.argv[1]).with_name(name)}", f"--run.steps={steps}", way, *common]
-        train(load(Path(sys.argv[1]), words), world)
+    host = world.split(world.node)
+    for name, steps, *way in RUNS:
+        ranks, directory = (host, f"{name}{world.node}") if name == "outer_on_host" else (world, name)
+        words = [f"--run.dir={top / directory}", f"--run.steps={steps}", *common, *way]
+        train(load(Path(sys.argv[1]), words), ranks)
 """
 
 
@@ -70,15 +81,18 @@ def test_a_host_receives_each_byte_once(tmp_path):
 
 
 @pytest.mark.library
-@pytest.mark.timeout(200)
-def test_caches_and_islands_halve_the_bytes_and_change_no_bit(data, tmp_path):
+@pytest.mark.timeout(300)
+def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     """With several microbatches of a rank in a step, and evaluations between the steps."""
-    done = launch(2, script(tmp_path, TRAINS), write_config(data, tmp_path), data, timeout_s=180)
+    done = launch(2, script(tmp_path, TRAINS), write_config(data, tmp_path), data, timeout_s=280)
     assert done.code == 0, done.err
     assert done.out.count("once per node") == 2, done.out
-    assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 2, done.out
+    assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 4, done.out
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
-    assert len(runs) == 4 and len({run["parameters_digest"] for run in runs.values()}) == 1
+    digests = {name: run["parameters_digest"] for name, run in runs.items()}
+    assert len({digests[name] for name in ("off", "auto", "islands", "moved")}) == 1
+    assert len({digests[name] for name in ("outer", "outer_in_flight", "outer_on_host0", "outer_on_host1")}) == 1
+    assert len(digests) == 8 and digests["outer"] != digests["off"]
     fetched, pushed = (
         {name: run[f"bytes_{did}_other_nodes"] for name, run in runs.items()} for did in ("fetched", "pushed")
     )
@@ -86,3 +100,9 @@ def test_caches_and_islands_halve_the_bytes_and_change_no_bit(data, tmp_path):
     crossing = {name: fetched[name] + pushed[name] for name in runs}
     assert 0 < crossing["islands"] <= 0.51 * crossing["off"] and crossing["islands"] <= 0.68 * crossing["auto"]
     assert runs["islands"]["bytes_between_islands"] == pytest.approx(crossing["islands"], rel=1e-6)
+    # Five steps synchronize each of the two halves of the parameters twice, in 17 bytes for 32 elements.
+    with open_newest_checkpoint(tmp_path / "outer") as checkpoint:
+        tensors = checkpoint.manifest.tensors
+        numel = sum(math.prod(tensors[path].shape) for path in tensors if path.startswith("outer/momentum_buffer/"))
+    assert runs["outer"]["bytes_between_islands"] == pytest.approx(2 * numel / 2 * 17 / 32 / 5, rel=0.02)
+    assert crossing["outer"] == crossing["outer_in_flight"] == 0

@@ -193,6 +193,22 @@ if world.rank == 1:
 tickets.close()
 """
 
+#: Islands synchronize after the third minibatch. Rank 1 is late; rank 3 waits for its difference, others for both.
+SLEEPS_BEFORE_OUTER_STEP = """
+islands = odc_mpi.Islands(world, 2, "outer")
+model = odc_mpi.shard_model(module, world, units=[Block], islands=islands)
+loop = odc_mpi.OuterLoop(world, model, islands, sync_every=3)
+
+
+def between(step):
+    if (world.rank, step) == (1, 2):
+        misbehave()
+    loop.step([1.0, 1.0])
+
+
+train(model, [Block() for _ in range(3)], between)
+"""
+
 
 @pytest.fixture
 def shared_memory_stays():
@@ -306,6 +322,16 @@ def test_a_rank_that_sleeps_is_named_by_its_island_and_by_others(tmp_path):
     place = r" on \S+ \(island 0\), "
     rest = f"(?:; rank 0{place}.*, waiting for the other ranks of island 0)?"
     assert_line(f"{WAITED}(?:{own}|{others}){place}{LAST_SEEN}in microbatch 2, forward of unit 1{rest}{LIMIT}", line)
+
+
+@pytest.mark.library
+def test_a_rank_that_other_islands_wait_for_is_named(tmp_path):
+    line = the_line(tmp_path, SLEEPS_BEFORE_OUTER_STEP, ranks=4)
+    place, doing = r" on \S+ \(island 0\), ", "after synchronizing at gradients_complete"
+    own = "receiving the parameters of other islands: late is rank 1"
+    others = "synchronizing the islands: late are rank 1"
+    rest = r"(?:; rank 3 on \S+ \(island 1\), .*, receiving the parameters of other islands)?"
+    assert_line(f"{WAITED}(?:{own}|{others}){place}{LAST_SEEN}{doing}{rest}{LIMIT}", line)
 
 
 def test_a_rank_in_the_collective_of_another_unit(tmp_path):
