@@ -9,7 +9,7 @@ The training loop calls the hooks of the callbacks in this order:
     StartReport                                 reports how long each start-up phase took
     Objective, Update, MinibatchSource          see `training.loop`
     StepTimeMetrics, TrafficReport              report times and bytes
-    IslandMetrics or OuterLoopCallback          only with islands
+    callbacks for islands                       report their waits, or synchronize those that train separately
     callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     LossEvaluator                               adds the evaluation to the metrics of the step
