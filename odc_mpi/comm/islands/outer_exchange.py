@@ -57,9 +57,8 @@ class OuterExchange:
         """Return the messages of this rank's column, `[islands, n]` uint8, once all have arrived. Collective."""
         column, num_pieces = self._islands.column, len(self._requests)
         for number, request in enumerate(self._requests, 1):
-            what = f"receiving piece {number} of {num_pieces} of the parameters of other islands"
-            column.set_status(what)
-            column.wait_collective(request, what)
+            piece = f" (piece {number} of {num_pieces})" if num_pieces > 1 else ""
+            column.wait_collective(request, f"receiving the parameters of other islands{piece}")
         self._requests, self._sent = [], np.empty(0, dtype=np.uint8)
         received, self._received = torch.from_numpy(self._received), np.empty(0, dtype=np.uint8)
         return received[:, : self._num_bytes]

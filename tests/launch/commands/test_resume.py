@@ -68,14 +68,15 @@ def test_a_second_signal_does_not_wait(config, tmp_path, ranks):
     process = start(ranks, script, "train", "--config", config, "--run.steps", 100000, *CONSTANT)
     wait_for(process, " 2/100000")
     process.send_signal(signal.SIGINT)  # Ctrl-C
-    process.send_signal(signal.SIGUSR1)  # at once: the same again, by way of a launcher
+    time.sleep(0.2)  # MPICH's mpiexec can hang if it gets two signals at the same time
+    process.send_signal(signal.SIGUSR1)  # the same again, as by way of a launcher
     wait_for(process, "saving")
     time.sleep(1.2)
     started = [process.pid, *descendants(process.pid)]
     process.send_signal(signal.SIGINT)
     done = finish(process)
-    # MPICH's mpiexec has a code of its own.
-    assert done.code == (255 if ranks else -signal.SIGINT) and done.seconds < 10
+    # MPICH's mpiexec has codes of its own: 255, or 0 if a proxy ends before it.
+    assert done.code in ((0, 255) if ranks else (-signal.SIGINT,)) and done.seconds < 10
     deadline = time.monotonic() + 10
     while alive := [pid for pid in started if is_running(pid)]:
         assert time.monotonic() < deadline, alive
