@@ -32,8 +32,12 @@ SCHEDULES = [
 def outer_state(config, world):
     """Train; return the data set, the losses of the steps, and the outer parameters in the order of the layout."""
     inputs = open_inputs(config, world.rank, world.size, world.size // config.islands.by)
-    with training(config, world, inputs) as (trainer, steps):
-        losses = [metrics["loss"] for metrics in steps()]
+    with training(config, world, inputs) as (trainer, _):
+        losses = []
+        for _ in range(config.run.steps):
+            losses.append(trainer.step()["loss"])
+            with find_outer_loop(trainer.callbacks).outer_parameters():  # as for an evaluation, which changes nothing
+                pass
         names = [name for name, _ in trainer.model.named_shard_parameters()]
         with find_outer_loop(trainer.callbacks).outer_parameters():
             state = trainer.model.state_dict()
