@@ -1,4 +1,4 @@
-"""Saving and restoring islands that train apart (`islands.mode: outer`). Does not communicate.
+"""Saving and restoring islands that train separately (`islands.mode: outer`). Does not communicate.
 
 Each island has parameters and optimizer state of its own, sharded over its R ranks. An outer optimizer, sharded in the
 same way on every island, holds the outer parameters, which all islands share. Rank r of island k is rank `k * R + r`.
@@ -124,7 +124,7 @@ class IslandTrainingState(TrainingState):
 def own_prefix(manifest: Manifest, island: int, num_islands: int) -> str:
     """Return the prefix of an island's paths if a checkpoint has as many islands as the run, otherwise "".
 
-    Pass it to `CheckpointWeights` if the island trains apart.
+    Pass it to `CheckpointWeights` if the island trains separately.
     """
     return island_prefix(island) if manifest.num_islands == num_islands else ""
 

@@ -7,7 +7,7 @@ The state consists of the parameters in master precision, the optimizer state, a
 all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
 omitted; the checkpoint's `metadata["base"]` describes the base model.
 
-`checkpoint.island_state` saves islands that train apart. A run without such islands restores the mean of their
+`checkpoint.island_state` saves islands that train separately. A run without such islands restores the mean of their
 optimizer states.
 """
 
@@ -99,7 +99,7 @@ class TrainingState:
         scalars: dict[str, dict[str, float]] = {}
         shapes, num_owners = self._model.parameter_shapes(), self._model.layouts[0].num_owners
         for rank, record in enumerate(records):
-            first = rank - rank % num_owners  # first rank of the island, if the islands train apart
+            first = rank - rank % num_owners  # first rank of the island, if the islands train separately
             for section, by_name in record.items():
                 for name, value in by_name.items():
                     if isinstance(value, str):

@@ -222,8 +222,8 @@ class Loader(ShuffledSampler):
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They
                 depend on `num_islands`.
             packs: False to put only one sequence in each microbatch. Must be True if `context_parallel` is True.
-            num_islands: Number of islands that train apart, which divides `size`. Must be 1 if `context_parallel` is
-                True. See `data.plan.islands`.
+            num_islands: Number of islands that train separately, which divides `size`. Must be 1 if `context_parallel`
+                is True. See `data.plan.islands`.
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.

@@ -62,7 +62,7 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
-    `num_islands` is the number of islands that train apart, each on its part of a minibatch.
+    `num_islands` is the number of islands that train separately, each on its part of a minibatch.
     Raises `UserError` if settings, data and model do not match, or if a file cannot be used.
     """
     validate_context_parallel(config)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from odc_mpi.islands.encoding import BLOCK_NUMEL, make_encoding
+from odc_mpi.simulate.options import WIRE_BYTES
 
 NAMES = ("float32", "bfloat16", "int8", "e3m0")
 LARGEST = torch.finfo(torch.float32).max
@@ -152,3 +153,8 @@ def test_errors_are_within_their_bounds(name):
     assert (errors <= bounds).all()
     relative = (errors / largest).norm() / (blocks / largest).norm()
     assert relative < (0.01 if name == "int8" else 0.22)
+
+
+def test_the_simulator_assumes_the_sizes_of_the_encodings():
+    for name, num_bytes in WIRE_BYTES.items():
+        assert make_encoding(name).num_bytes(BLOCK_NUMEL) == num_bytes * BLOCK_NUMEL

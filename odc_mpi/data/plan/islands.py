@@ -1,4 +1,4 @@
-"""Planning for islands that train apart: a minibatch is divided among the islands, and each island is planned alone."""
+"""Planning for islands that train separately: a minibatch is divided among them, and each is planned alone."""
 
 from collections.abc import Callable
 
