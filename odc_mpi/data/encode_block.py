@@ -1,4 +1,4 @@
-"""Tokenizing blocks of records, in this process or in several worker processes. Does not use MPI.
+"""Tokenizing blocks of records, in this process or in several worker processes.
 
 Worker processes are spawned, not forked, because a fork would copy h5py's locks and the thread pool of the library
 tokenizers in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +26,7 @@ from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_exampl
 from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.templates import SplitTurns
-from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
@@ -37,7 +36,7 @@ _AHEAD = 4  # blocks per process that are submitted before the result of the fir
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Options for long sequences, held-out sequences and conversations. See `PrepareOptions` for the attributes."""
+    """Options of `PrepareOptions` for long sequences, held-out sequences and conversations."""
 
     max_length: int | None = None
     overlong: Literal["truncate", "drop", "split"] = "truncate"
@@ -70,7 +69,7 @@ class FilterCounts:
     omitted: str = ""
 
     def add(self, other: "FilterCounts") -> None:
-        """Add the counts of `other` to this object."""
+        """Add the counts of `other`."""
         omitted = self.omitted or other.omitted
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
@@ -151,7 +150,7 @@ def _encode_all(
 
 
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
-    """Yield the sequence, truncated or split if necessary, unless it is to be dropped. Updates `counts`."""
+    """Yield the sequence, truncated or split if necessary, unless it is dropped. Updates `counts`."""
     limit = sequence_filter.max_length or sequence.length
     if sequence.length > limit and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
@@ -194,20 +193,17 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 def encode_blocks(
     blocks: Iterable[tuple[int, Block, Columns]],
-    worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
+    tokenizer_files: Mapping[str, bytes],
+    sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a
-    worker process, or a worker process ended early.
-
-    Args:
-        blocks: Blocks, each with the index of its source and the names of its columns.
-        worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
-            chat template that replaces the tokenizer's own, or None; options for sequences.
+    `blocks` yields blocks, each with the index of its source and the names of its columns. The worker processes end
+    when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a worker process, or a
+    worker process ended early.
     """
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_files, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
         for index, block, columns in blocks:
@@ -241,21 +237,16 @@ def _interrupts_blocked() -> Iterator[None]:
 _worker: tuple[Any, SequenceFilter]
 
 
-def _start_worker(
-    tokenizer_source: Path | Mapping[str, bytes], chat_template: str | None, sequence_filter: SequenceFilter
-) -> None:
+def _start_worker(tokenizer_files: Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
     global _worker
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    _worker = tokenizer, sequence_filter
+    _worker = load_files(tokenizer_files), sequence_filter
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process has ended. Otherwise, the pipes of the pool would keep this process alive."""
+    """Exit when the parent process has ended, since the pipes of the pool would keep this process alive."""
     parent = parent_process()
     assert parent is not None
     parent.join()

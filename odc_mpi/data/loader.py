@@ -15,10 +15,9 @@ import numpy.typing as npt
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
 from odc_mpi.data.pairs.microbatch import read_pairs
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit, plan_islands
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.islands import plan_islands
 from odc_mpi.data.plan.rank_independent_packing import one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
@@ -223,7 +222,7 @@ class Loader(ShuffledSampler):
                 depend on `num_islands`.
             packs: False to put only one sequence in each microbatch. Must be True if `context_parallel` is True.
             num_islands: Number of islands that train separately, which divides `size`. Must be 1 if `context_parallel`
-                is True. See `data.plan.islands`.
+                is True. See `plan_islands`.
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.

@@ -4,8 +4,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from odc_mpi.data.dataset.reader import is_dataset
-from odc_mpi.data.dataset.verify import read_origin
+from odc_mpi.data.dataset.reader import is_dataset, read_origin
 from odc_mpi.data.sources import DataSource, is_supported
 from odc_mpi.errors import UserError, file_error, one_line_message
 

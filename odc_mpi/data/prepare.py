@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from odc_mpi import __version__
 from odc_mpi.data.dataset.format import vocabulary_digest
-from odc_mpi.data.dataset.verify import find_counts, read_origin
+from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
@@ -228,9 +228,7 @@ def _write(
                 (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
             )
         else:
-            tokenizer_source = plan.tokenizer_path if options.tokenizer else files
-            worker_arguments = tokenizer_source, plan.chat_template, sequence_filter
-            results = stack.enter_context(closing(encode_blocks(blocks, worker_arguments, num_proc)))
+            results = stack.enter_context(closing(encode_blocks(blocks, files, sequence_filter, num_proc)))
         for index, result in results:
             stats.add(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):

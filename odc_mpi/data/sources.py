@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.data.examples import Columns
-from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
+from odc_mpi.data.readers import hf_datasets, parquet, stdlib, text_files
 from odc_mpi.data.readers.records import Block
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
@@ -23,7 +23,6 @@ STDLIB = "stdlib"
 _BLOCK_SAMPLES = 256
 _MAX_NAMES = 6  # files of a folder that the report lists
 _MAX_PASSES = 1000  # over one source
-_TEXT_SUFFIXES = (*text_files.LINES_SUFFIXES, *text_files.TABLE_SUFFIXES, text_files.ARRAY_SUFFIX)
 _EXPANSION = 4  # approximate ratio of text to compressed file
 
 
@@ -72,7 +71,7 @@ class DataSource:
     @property
     def num_text_bytes(self) -> int:
         """Approximate size of the text in all files after decompression, in bytes."""
-        packed = (*compressed.SUFFIXES, parquet.SUFFIX)
+        packed = (*text_files.COMPRESSED_SUFFIXES, parquet.SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
     @cached_property
@@ -150,8 +149,8 @@ def _find(spec: str, split: str | None) -> DataSource:
 
 def _looks_like_path(path: Path) -> bool:
     """Return True if the name of a missing file or folder should not be looked up on the Hub."""
-    suffix = compressed.bare_suffix(path)
-    return suffix in (*_TEXT_SUFFIXES, parquet.SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
+    suffix = text_files.bare_suffix(path)
+    return suffix in (*text_files.SUFFIXES, parquet.SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
 
 
 def suggest_name(path: Path) -> str:
@@ -177,12 +176,12 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
     """Return the files in a folder with supported suffixes, sorted by path. Omits .json files that are not arrays."""
     files = sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file())
     data = tuple(
-        file for file in files if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
+        file for file in files if text_files.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
     )
     if not data:
         raise UserError(
-            f"no file in the folder {str(folder)!r} ends in {', '.join(_TEXT_SUFFIXES)} (these also with .gz or .zst; "
-            f"{text_files.ARRAY_SUFFIX} if it is an array) or {parquet.SUFFIX}: change SOURCE"
+            f"no file in the folder {str(folder)!r} ends in {', '.join(text_files.SUFFIXES)} (these also with .gz or "
+            f".zst; {text_files.ARRAY_SUFFIX} if it is an array) or {parquet.SUFFIX}: change SOURCE"
         )
     return data
 
@@ -191,7 +190,7 @@ def is_supported(path: Path) -> bool:
     """Return True if `path` has the suffix of a readable format and its name does not begin with a dot."""
     if path.name.startswith("."):
         return False
-    return compressed.bare_suffix(path) in _TEXT_SUFFIXES or _is_parquet(path)
+    return text_files.bare_suffix(path) in text_files.SUFFIXES or _is_parquet(path)
 
 
 def _is_parquet(path: Path) -> bool:

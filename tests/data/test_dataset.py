@@ -11,8 +11,7 @@ from pair_files import write_pairs
 
 from odc_mpi.data.dataset import writer as module
 from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts
-from odc_mpi.data.dataset.reader import Dataset, read_tokenizer_files
-from odc_mpi.data.dataset.verify import find_counts, verify_dataset
+from odc_mpi.data.dataset.reader import Dataset, find_counts, read_tokenizer_files, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 

@@ -1,12 +1,7 @@
 """Balance strategies: functions that assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-    local_sort   does not balance (for comparison)
-    lb_micro     same number of microbatches on all ranks, k-th microbatches of about equal cost (for collectives)
-    lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
-    dynamic      idle ranks claim microbatches at run time (for windows)
-
-All strategies have the signature `BalanceStrategy`. Every rank computes the same plan, because plans depend only on
-values that are equal on all ranks, and ties are broken by index.
+Every rank computes the same plan, because plans depend only on values that are equal on all ranks, and ties are broken
+by index.
 """
 
 import math
@@ -24,12 +19,8 @@ from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
-#: Function that plans a minibatch, given
-#:     the length in tokens of each of its sequences, int64 [n],
-#:     the number of ranks, which may exceed the number of sequences,
-#:     the maximum number of tokens in a microbatch,
-#:     the cost model.
-#: Raises a `UserError` if a sequence is too long.
+#: Function that plans a minibatch, given the lengths of its sequences in tokens, int64 [n], the number of ranks, the
+#: maximum number of tokens in a microbatch, and the cost model. Raises a `UserError` if a sequence is too long.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 
 
@@ -39,14 +30,13 @@ class Plan:
 
     Attributes:
         microbatches: Microbatches of each rank, in the order in which they run. Each microbatch is a tuple of the
-            positions of its sequences in the minibatch. Ranks may have different numbers of microbatches, or none.
-            Empty microbatches are skipped, or replaced by dummy microbatches if ranks synchronize in each microbatch.
-        pool: Microbatches that are not assigned to a rank. Idle ranks claim them in this order. None of them is empty.
-            With several islands, it contains the microbatches of all islands, and ranks claim from `pool_of`.
-        splits: Sequences that are not in any microbatch, but are split into chunks on several ranks. Each rank runs its
-            chunks in this order, before its microbatches. See `data.plan.context_parallel`.
+            positions of its sequences in the minibatch. Empty microbatches are skipped, or replaced by dummy
+            microbatches if ranks synchronize in each microbatch.
+        pool: Microbatches, none of them empty, that idle ranks claim in this order (see `pool_of`).
+        splits: Sequences that are split into chunks on several ranks. Each rank runs its chunks in this order, before
+            its microbatches. See `data.plan.context_parallel`.
         islands: Positions of the sequences of each island, ascending; empty if there is one island. The islands have
-            equal numbers of consecutive ranks. See `data.plan.islands`.
+            equal numbers of consecutive ranks. See `plan_islands`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
@@ -55,7 +45,7 @@ class Plan:
     islands: tuple[SequenceIndices, ...] = ()
 
     def island_of(self, rank: int) -> int:
-        """Return the number of the island that contains `rank`."""
+        """Return the island that contains `rank`."""
         return rank * len(self.islands) // len(self.microbatches) if self.islands else 0
 
     def pool_of(self, rank: int) -> tuple[SequenceIndices, ...]:
@@ -69,8 +59,8 @@ class Plan:
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Sort the sequences by decreasing length, and assign them to ranks round-robin, one sequence per microbatch.
 
-    This is LocalSort from ODC (arXiv 2601.19362), adopted from LongAlign (arXiv 2401.18058). It does not balance the
-    ranks, but memory usage peaks in the first microbatch. `cost` is not used.
+    This is LocalSort from ODC (arXiv 2601.19362), adopted from LongAlign (arXiv 2401.18058). Ranks are not balanced.
+    `cost` is not used.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
@@ -82,12 +72,11 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Assign the same number of microbatches to all ranks, such that their k-th microbatches have about equal costs.
 
-    This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl. It is meant for collectives, with which
-    all ranks run their k-th microbatches together and wait for the costliest. Sequences are first divided among the
-    ranks (`partition_evenly`), then among the microbatches of each rank. The number of microbatches is that of the rank
-    that needs the most when its sequences are packed by first-fit decreasing. Each rank runs its microbatches in order
-    of decreasing cost. Ranks with fewer sequences end with empty microbatches. If microbatches of equal cost would
-    exceed `max_tokens`, verl adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
+    This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl, for training with collectives.
+    Sequences are first divided among the ranks (`partition_evenly`), then among the microbatches of each rank, which
+    run in order of decreasing cost, empty ones last. The number of microbatches is that of the rank that needs the most
+    when its sequences are packed by first-fit decreasing. If microbatches of equal cost would exceed `max_tokens`, verl
+    adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -102,10 +91,9 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> P
 def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Assign about the same total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
-    This is LB-Mini from ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
-    synchronize between microbatches. Sequences are divided among the ranks with the largest differencing method
-    (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing cost, so
-    that memory usage peaks early and all ranks end at about the same time.
+    This is LB-Mini from ODC (arXiv 2601.19362). Sequences are divided among the ranks with the largest differencing
+    method (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing
+    cost, so that memory usage peaks early.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -117,8 +105,7 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     """Pack the sequences into microbatches that idle ranks claim from `Plan.pool`, costliest first.
 
     This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
-    A rank that is slow, or whose microbatches take longer than estimated, claims fewer microbatches. See
-    `data.plan.dynamic_packing`.
+    See `data.plan.dynamic_packing`.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -131,6 +118,36 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
     "lb_mini": lb_mini,
     "dynamic": dynamic,
 }
+
+
+def plan_islands(
+    lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
+) -> Plan:
+    """Divide a minibatch among islands that train separately, and plan each part without split sequences.
+
+    The parts have about equal costs. The first one, which `partition` makes the costliest, goes to another island in
+    each minibatch.
+
+    Args:
+        costs: Cost of each sequence, float64 [n].
+        minibatch_number: Number of the minibatch, which must be the same on all ranks.
+        plan_island: Function that plans sequences, given their lengths, for the ranks of one island.
+    """
+    if num_islands == 1:
+        return plan_island(lengths)
+    parts = partition(costs.tolist(), num_islands)
+    parts = [parts[(island - minibatch_number) % num_islands] for island in range(num_islands)]
+    microbatches: list[tuple[SequenceIndices, ...]] = []
+    pool: list[SequenceIndices] = []
+    for part in parts:
+        plan = plan_island(lengths[part])
+        assert not plan.splits, "split sequences on islands"
+        *own, own_pool = (
+            tuple(tuple([part[i] for i in indices]) for indices in each) for each in (*plan.microbatches, plan.pool)
+        )
+        microbatches += own
+        pool += own_pool
+    return Plan(tuple(microbatches), tuple(pool), islands=tuple(map(tuple, parts)))
 
 
 def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:

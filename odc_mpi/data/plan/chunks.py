@@ -1,9 +1,8 @@
-"""Splitting a sequence into chunks of about equal cost under causal attention. Does not use MPI.
+"""Splitting a sequence into chunks of about equal cost under causal attention.
 
-Each token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Ring attention
-(arXiv 2310.01889) uses chunks with equal numbers of tokens. Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
-2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several parts of the sequence. Here, each
-chunk is one contiguous range of tokens, and the ranges differ in length.
+Each token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Striped
+Attention (arXiv 2311.09431) and Llama 3 (arXiv 2407.21783, section 3.3.2) balance the cost by giving each rank tokens
+from several parts of the sequence. Here, each chunk is one contiguous range of tokens.
 """
 
 import math
@@ -12,9 +11,7 @@ from itertools import pairwise
 
 from odc_mpi.data.plan.cost import CostModel
 
-#: Number of bisections in the search for the cost of the costliest chunk. The first interval is as wide as the cost of
-#: the last token, multiplied by a power of 4 if necessary.
-NUM_BISECTIONS = 20
+NUM_BISECTIONS = 20  # in the search for the cost of the costliest chunk
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,10 @@
 
 A minibatch takes at least as long as its longest sequence. Therefore, sequences above a cost threshold are split into
 chunks of about equal cost (`data.plan.chunks`), each on a different rank. Only ranks that share a sequence wait for
-each other. Hybrid context parallelism in Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism in ByteScale
-(arXiv 2502.21231) use collectives in groups of ranks to split sequences. Here, any ranks can share a sequence.
+each other.
 
-    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, which is the same on all ranks. All ranks
-                 begin the minibatch together, so the chunks of a sequence begin together.
-    2. tickets   Ranks that have run their chunks draw tickets to claim microbatches of unsplit sequences from
-                 `Plan.pool`. This compensates for differences in the costs of chunks.
+    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, which is the same on all ranks.
+    2. tickets   Ranks that have run their chunks claim microbatches of unsplit sequences from `Plan.pool`.
 
 Deadlocks cannot occur: a chunk waits only for other chunks of its sequence, and the ranks of the first unfinished
 sequence have no earlier chunk left to run.
@@ -18,7 +15,7 @@ The best plan is the one with the earliest estimated end, averaged over equal an
 chunk costs more than its share of the sequence (`CostModel.chunk`), so a sequence that fits on one rank is split only
 to save time.
 
-Every rank computes the same plan, because decisions depend only on arithmetic in a fixed order. Does not use MPI.
+Every rank computes the same plan, because decisions depend only on arithmetic in a fixed order.
 """
 
 import math
@@ -36,14 +33,12 @@ from odc_mpi.data.plan.partition import argsort_descending
 
 ChunkCounts = npt.NDArray[np.int64]
 
-#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of successive thresholds, which
-#: rise to the cost of the costliest sequence.
+#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of successive thresholds.
 MIN_THRESHOLD, THRESHOLD_RATIO = 0.4, 1.06
 #: Maximum number of chunks: `MAX_CHUNKS`, or `MAX_CHUNKS_PER_RANK` times the number of ranks if this is larger. There
 #: is no maximum if max_tokens requires splits. Planning with thousands of chunks takes a long time and gains nothing.
 MAX_CHUNKS, MAX_CHUNKS_PER_RANK = 64, 2
-#: Number of the most promising plans, which are computed completely.
-NUM_FINALISTS = 3
+NUM_FINALISTS = 3  # most promising plans, which are computed completely
 #: Maximum time of a plan with splits, relative to one without splits. Costs are too inexact for smaller gains.
 MAX_RELATIVE_TIME = 0.98
 
@@ -156,7 +151,6 @@ class _Planner:
         return math.fsum(makespan(rest, self._size, spread, self._assign_ranks(each, spread)[1]) for spread in SPREADS)
 
     def _available_at(self, splits: tuple[SequenceSplit, ...], spread: float) -> Costs:
-        """Return the time at which each rank has finished its chunks, float64 [size]."""
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:

@@ -1,11 +1,10 @@
 """Number partitioning and bin packing. The functions take arrays of numbers and return lists of indices.
 
 Ties are broken by index, and decisions depend only on comparisons and arithmetic in a fixed order, so every process
-gets the same result for the same numbers. `balance` builds plans from these results.
+gets the same result for the same numbers.
 """
 
 import heapq
-import math
 from bisect import insort
 from collections.abc import Sequence
 from typing import Any
@@ -48,9 +47,9 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     group is padded with items of cost 0. A join merges each bin of one split with one bin of the other, so all bins of
     a split always contain the same number of items.
 
-    This method gives each part one of the `size` costliest items, although equal numbers of items do not require this.
-    Therefore, items of the costliest and the cheapest part are then swapped. For 256 log-normal costs in 8 parts, these
-    swaps reduce the excess of the costliest part over the mean from 9% to less than 0.1%.
+    Since this gives each part one of the `size` costliest items, items of the costliest and the cheapest part are then
+    swapped. For 256 log-normal costs in 8 parts, these swaps reduce the excess of the costliest part over the mean from
+    9% to less than 0.1%.
     """
     num_items = len(costs)
     order = argsort_descending(np.asarray(costs, dtype=np.float64))
@@ -66,7 +65,7 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
-    """Join splits until one is left, and return its parts."""
+    """Join the splits until one is left, and return its parts."""
     heapq.heapify(splits)
     serial = len(splits)  # equal differences: the older split first
     while len(splits) > 1:
@@ -97,10 +96,7 @@ def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[i
 
 
 def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Return the positions of the first high and low item whose difference is closest to half of `gap`.
-
-    For each high item, only the low items next to the target value are examined; all pairs would need quadratic memory.
-    """
+    """Return the positions of the first high and low item whose difference is closest to half of `gap`."""
     order = np.argsort(low, kind="stable")
     rising = low[order]
     above = np.searchsorted(rising, high - gap / 2)
@@ -138,7 +134,7 @@ def _difference(bins: list[_Bin], size: int) -> float:
 
 
 def _flatten(contents: Any) -> list[int]:
-    """Return the sorted indices in nested pairs without recursion, because pairs can be nested thousands deep."""
+    """Return the sorted indices in nested pairs, which can be nested too deeply for recursion."""
     stack, indices = [contents], []
     while stack:
         item = stack.pop()
@@ -152,9 +148,9 @@ def _flatten(contents: Any) -> list[int]:
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Pack items into bins by the first-fit decreasing method.
 
-    `sizes` contains the size of each item, int64 [n], which must not exceed `capacity`, the maximum total size of a
-    bin. Returns the indices of the items in each bin, in order of decreasing size. Bins are in the order in which they
-    were opened. Their number is at most 11/9 of the minimum plus 6/9 (Dósa 2007).
+    `sizes` contains the size of each item, int64 [n], at most `capacity`, the maximum total size of a bin. Returns the
+    indices of the items in each bin, in order of decreasing size. The number of bins is at most 11/9 of the minimum
+    plus 6/9 (Dósa 2007).
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -183,10 +179,10 @@ def even_fit(
 ) -> list[list[int]]:
     """Pack items by decreasing cost into bins of about equal cost.
 
-    Each item goes into the cheapest bin, or into a new bin if it does not fit there. The complexity is O(n log n).
+    Each item goes into the cheapest bin, or into a new bin if it does not fit there.
 
     Args:
-        sizes: Size of each item, int64 [n], at most `capacity`. There must be at least one item.
+        sizes: Size of each item, int64 [n], at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
         capacity: Maximum total size of the items in a bin.
         max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.
@@ -194,28 +190,18 @@ def even_fit(
     Returns:
         The indices of the items in each bin. Bins are in the order in which they were opened.
     """
+    bins: list[list[int]] = []
+    totals: list[tuple[float, int, int]] = []  # heap of the cost, the index and the size of each bin
     order = argsort_descending(costs)
-    falling = costs[order]
-    fitting = np.flatnonzero(falling[:-1] + falling[1:] <= max_cost)
-    alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # number of items that open a bin, whatever their sizes
-    free_sizes = (capacity - sizes[order]).tolist()  # free space in a bin that contains only this item
-    bins = [[i] for i in order[:alone]]
-    others = list(zip(falling[:alone].tolist(), range(alone), free_sizes[:alone], strict=True))
-    heapq.heapify(others)
-    total, serial, free = heapq.heappop(others)  # the cheapest bin
-    next_total = others[0][0] if others else math.inf
-    for i, cost, left in zip(order[alone:], falling[alone:].tolist(), free_sizes[alone:], strict=True):
-        if total + cost <= max_cost and free + left >= capacity:
-            bins[serial].append(i)
-            total, free = total + cost, free + left - capacity
-        else:
-            heapq.heappush(others, (total, serial, free))
-            total, serial, free = cost, len(bins), left
-            bins.append([i])
-            next_total = others[0][0]
-        if total >= next_total:
-            total, serial, free = heapq.heappushpop(others, (total, serial, free))
-            next_total = others[0][0]
+    for i, cost, size in zip(order, costs[order].tolist(), sizes[order].tolist(), strict=True):
+        if totals:
+            total, slot, used = totals[0]
+            if total + cost <= max_cost and used + size <= capacity:
+                bins[slot].append(i)
+                heapq.heapreplace(totals, (total + cost, slot, used + size))
+                continue
+        heapq.heappush(totals, (cost, len(bins), size))
+        bins.append([i])
     return bins
 
 

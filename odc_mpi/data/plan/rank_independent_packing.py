@@ -1,9 +1,9 @@
 """Balance strategies whose microbatches do not depend on the number of ranks.
 
-The last bits of a microbatch's loss and gradient depend on which sequences it contains, because they determine shapes
-and orders of summation. Therefore, packing depends only on the sequences and on a cost model that never changes. The
-microbatches are then assigned to ranks with a cost model that may change, such as a fitted one. For models that cannot
-keep packed sequences apart, each microbatch has one sequence, so it does not depend on the number of ranks, either.
+The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, packing depends only
+on the sequences and on a cost model that never changes. The microbatches are then assigned to ranks with a cost model
+that may change, such as a fitted one. For models that cannot keep packed sequences apart, each microbatch has one
+sequence.
 """
 
 import math

@@ -12,8 +12,7 @@ import pytest
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
-from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.dataset.verify import verify_dataset
+from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
