@@ -30,6 +30,7 @@ from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
+_MAX_EXAMPLES = 3  # of invalid records that are reported
 _EncodeFn = Callable[[list[Any]], list[list[Encoded]]]
 _AHEAD = 4  # blocks per process that are submitted before the result of the first is needed
 
@@ -46,17 +47,21 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """Counts of truncated, split, dropped and otherwise changed sequences, and of their tokens.
+    """Counts of invalid records, of truncated, split and dropped sequences, and of their tokens.
 
     Attributes:
+        num_bad_lines: Number of invalid records.
+        bad_lines: Error messages of the first three invalid records.
         num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
         num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
-            length. A pair must have loss tokens in both answers, and different answers, within this length.
+            length, or are pairs whose answers do not differ there.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing in the first of these conversations.
     """
 
+    num_bad_lines: int = 0
+    bad_lines: list[str] = field(default_factory=list)
     num_truncated: int = 0
     num_truncated_tokens: int = 0
     num_split: int = 0
@@ -71,12 +76,12 @@ class FilterCounts:
     def add(self, other: "FilterCounts") -> None:
         """Add the counts of `other`."""
         omitted = self.omitted or other.omitted
-        for each in fields(self):
+        for each in fields(FilterCounts):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self.omitted = omitted
+        self.bad_lines, self.omitted = self.bad_lines[:_MAX_EXAMPLES], omitted
 
     def count(self, parts: Sequence[Encoded]) -> None:
-        """Count an example according to its encoded sequences, `parts`, before they are filtered."""
+        """Count an example that was encoded as the sequences `parts`, before they are filtered."""
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -96,13 +101,13 @@ class EncodedBlock:
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
-    invalid: list[str]
     kinds: Mapping[bool, str] = field(default_factory=dict)
 
 
 def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
     """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
-    counts, invalid = FilterCounts(), {}
+    counts = FilterCounts()
+    invalid: dict[int, str] = {}
     examples: dict[int, Example | PreferencePair] = {}
     kinds: dict[bool, str] = {}
     for i, (location, record) in enumerate(block.records()):
@@ -129,7 +134,8 @@ def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter
         held_out = is_held_out(tokens, sequence_filter.eval_fraction)
         for sequence in parts:
             sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
-    return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)], kinds)
+    counts.num_bad_lines, counts.bad_lines = len(invalid), [invalid[i] for i in sorted(invalid)[:_MAX_EXAMPLES]]
+    return EncodedBlock(sequences, counts, kinds)
 
 
 def _encode_all(

@@ -172,7 +172,6 @@ class ChatRenderer:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _is_marked(self, chat: Conversation) -> bool:
-        """Return True if the chat template marks the answers."""
         with suppress(ValueError):  # without a template, or a default among named ones, which `_render` reports
             return _has_marks(self._tokenizer.get_chat_template(tools=chat.tools))
         return False
@@ -239,7 +238,6 @@ def _has_marks(template: str) -> bool:
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
-    """Return the spans that overlap at least one of `others`."""
     return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
 
 
@@ -302,7 +300,6 @@ def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with `form` applied to the arguments of its tool calls."""
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     converted = []

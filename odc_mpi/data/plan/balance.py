@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, first_fit, partition, partition_evenly
@@ -19,9 +18,30 @@ from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
+#: Function that forms microbatches, given the sequence lengths, the maximum number of tokens and a cost model.
+Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
 #: Function that plans a minibatch, given the lengths of its sequences in tokens, int64 [n], the number of ranks, the
 #: maximum number of tokens in a microbatch, and the cost model. Raises a `UserError` if a sequence is too long.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
+
+
+#: Number of sequences per rank that `rank_independent_packing` assumes.
+SEQUENCES_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """A sequence that is split into chunks on different ranks. Chunk `i` contains the tokens `bounds[i]:bounds[i + 1]`.
+
+    Attributes:
+        position: Position of the sequence in the minibatch.
+        bounds: Bounds of the chunks in tokens, [num_chunks + 1], increasing from 0 to the length of the sequence.
+        ranks: Rank of each chunk, [num_chunks]. No rank occurs twice.
+    """
+
+    position: int
+    bounds: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -120,6 +140,55 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 }
 
 
+def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    if not len(lengths):
+        return ()
+    size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+    return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
+
+
+def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
+    """Return a balance strategy whose microbatches are the same for any number of ranks.
+
+    The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, packing depends
+    only on the sequences and on a cost model that never changes.
+
+    Args:
+        name: Name of one of `BALANCE_STRATEGIES`.
+        packing_cost: Cost model for packing. The strategy's own argument `cost` affects only the assignment to ranks.
+        pack: Function that forms the microbatches, given `packing_cost`. Not used for "local_sort".
+
+    Raises:
+        UserError: `name` is "lb_micro", whose microbatches depend on the number of ranks.
+    """
+
+    def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+        microbatches = pack(lengths, max_tokens, packing_cost)
+        costs = _costs(microbatches, lengths, cost)
+        parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition(costs.tolist(), size)]
+        return Plan(tuple(tuple(microbatches[i] for i in part) for part in parts))
+
+    def pool(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+        microbatches = pack(lengths, max_tokens, packing_cost)
+        order = argsort_descending(_costs(microbatches, lengths, cost))
+        return Plan(((),) * size, tuple(microbatches[i] for i in order))
+
+    # `local_sort` has one sequence in each microbatch, on any number of ranks.
+    strategies = {"lb_mini": assign, "dynamic": pool, "local_sort": local_sort}
+    if name not in strategies:
+        raise UserError(
+            f"data.balance: the microbatches of {name} depend on the number of ranks, which run.exact excludes: set it "
+            "to lb_mini or dynamic, or run.exact to false"
+        )
+    return strategies[name]
+
+
+def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
+    """Return a variant of the balance strategy `name` that puts one sequence in each microbatch. `cost` is not used."""
+    return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
+
+
 def plan_islands(
     lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
 ) -> Plan:
@@ -205,3 +274,22 @@ def _to_positions(part: list[int], bins: list[list[int]], costs: Costs) -> tuple
     each = costs[part].tolist()
     pairs = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
     return tuple(indices for _, indices in sorted(pairs, key=lambda pair: (pair[0], min(pair[1]))))
+
+
+def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    return tuple((i,) for i in range(len(lengths)))
+
+
+def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+    """Assign the same number of microbatches to all ranks. Each microbatch contains one sequence or is empty."""
+    check_fit(lengths, max_tokens)
+    costs = cost.sequence(lengths)
+    parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]
+    count = max(map(len, parts))
+    return Plan(tuple((*((i,) for i in part), *((),) * (count - len(part))) for part in parts))
+
+
+def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:
+    each = cost.sequence(lengths).tolist()
+    return np.array([cost.constant + math.fsum(each[i] for i in indices) for indices in microbatches])

@@ -42,10 +42,6 @@ class CostModel:
         """
         return self.chunk_factor * (self.linear * (end - begin) + self.quadratic * (end * end - begin * begin))
 
-    def microbatch(self, lengths: npt.ArrayLike) -> float:
-        """Return the cost of a microbatch of sequences with these lengths in tokens, [n], including `constant`."""
-        return self.constant + float(self.sequence(lengths).sum())
-
 
 #: Constant cost of a microbatch, as the number of tokens with that cost. It arises because each parameter's gradient is
 #: computed, flattened and pushed once, regardless of the number of tokens. It was measured to be 79 on CPUs

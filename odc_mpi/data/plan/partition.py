@@ -65,7 +65,6 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
-    """Join the splits until one is left, and return its parts."""
     heapq.heapify(splits)
     serial = len(splits)  # equal differences: the older split first
     while len(splits) > 1:

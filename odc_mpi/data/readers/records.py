@@ -1,4 +1,4 @@
-"""Blocks of records (lines, elements or rows) from a source, checks of their fields, and errors that name the file."""
+"""Blocks of records (lines, elements or rows) from a source, and checks of their fields."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -10,33 +10,10 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
 MAX_CHARS = 200  # of a text from a file, in a message
-_MAX_EXAMPLES = 3
 
 
 class InvalidRecordError(UserError):
-    """Error for a record that cannot be used. The message contains the file and the line or row."""
-
-
-class InvalidRecords:
-    """Counter of invalid records. If `skip` is False, the first one raises a `UserError` instead.
-
-    Attributes:
-        num_skipped: Number of records skipped so far.
-        first: Error messages of the first three skipped records.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
-        self._skip = skip
-        self.num_skipped = 0
-        self.first: list[str] = []
-
-    def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record, or raise a `UserError` if invalid records are not skipped."""
-        if not self._skip:
-            raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
-        self.num_skipped += 1
-        if len(self.first) < _MAX_EXAMPLES:
-            self.first.append(str(error))
+    """Error for a record that cannot be used. The message begins with the location: the file and the line or row."""
 
 
 def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
@@ -68,7 +45,7 @@ def json_kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Records of one file or data set, in order. Blocks can be pickled, so they can be sent to worker processes.
+    """Consecutive records of one file or data set.
 
     Attributes:
         name: Path of the file, or name of the data set.
@@ -88,7 +65,7 @@ class Block:
         return Block(self.name, self.unit, [self.numbers[i] for i in chosen], [self.values[i] for i in chosen])
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the location of each record, for error messages, and a function that returns the record.
+        """Yield the location of each record, and a function that returns the record.
 
         The function raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
         """
@@ -118,10 +95,3 @@ def _parse_json(line: bytes, location: str) -> Any:
         raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({reason})") from error
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
         raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a value from a table without its null fields, at any depth: fields that only other records have."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value

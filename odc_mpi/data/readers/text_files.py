@@ -96,7 +96,6 @@ def is_array(path: Path) -> bool:
 
 
 def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[_Format, Iterator[tuple[int, Any, int]]]:
-    """Return the format of a file and its items."""
     if delimiter := _DELIMITERS.get(bare_suffix(path)):
         format_ = _Format("line", partial(_rows, delimiter=delimiter))
     else:
@@ -149,7 +148,6 @@ def _error(path: Path, place: str, error: Exception) -> UserError:
 
 
 def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
-    """Yield each line that is not blank."""
     for number, line in enumerate(stream, start=1):
         if number == 1:
             # Some editors on Windows begin files with a byte order mark.

@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from length_fixtures import COST, lognormal_lengths
+from length_fixtures import COST, lognormal_lengths, microbatch_cost
 
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan, dynamic, lb_micro, lb_mini, local_sort
 from odc_mpi.data.plan.cost import CostModel
@@ -118,7 +118,7 @@ def test_dynamic_leaves_everything_in_the_pool_by_falling_cost() -> None:
         for size in (1, 2, 3, 8):
             plan = dynamic(lengths, size, 4096, cost)
             assert plan.microbatches == ((),) * size
-            work = [cost.microbatch(lengths[list(pack)]) for pack in plan.pool]
+            work = [microbatch_cost(cost, lengths[list(pack)]) for pack in plan.pool]
             assert work == sorted(work, reverse=True)
 
 

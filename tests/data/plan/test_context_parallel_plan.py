@@ -5,10 +5,10 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
+from length_fixtures import microbatch_cost
 
 from odc_mpi.data.plan.balance import Plan, dynamic
-from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
-from odc_mpi.data.plan.context_parallel import split_longest
+from odc_mpi.data.plan.context_parallel import even_bounds, split_longest
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 
@@ -80,7 +80,7 @@ def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
             due[r].pop(0)
             free[r] = began + cost.constant + costliest(split.bounds, cost)
     for own in plan.pool:
-        free[free.index(min(free))] += cost.microbatch(lengths[list(own)])
+        free[free.index(min(free))] += microbatch_cost(cost, lengths[list(own)])
     return max(free)
 
 
@@ -146,8 +146,3 @@ def test_more_long_sequences_than_ranks_take_turns():
         split_longest(np.array([5, 3073]), 3, 1024, COST)
     with pytest.raises(UserError, match="at most 1024 tokens, got 1025"):
         split_longest(np.array([5, 1025]), 1, 1024, COST)
-
-
-def test_two_chunks_of_a_sequence_never_share_a_rank():
-    with pytest.raises(AssertionError):
-        SequenceSplit(0, (0, 1, 2), (1, 1))

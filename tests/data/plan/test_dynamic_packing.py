@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from length_fixtures import lognormal_lengths
+from length_fixtures import lognormal_lengths, microbatch_cost
 
 from odc_mpi.data.plan.balance import lb_mini
 from odc_mpi.data.plan.cost import CostModel
@@ -12,7 +12,7 @@ from odc_mpi.data.plan.dynamic_packing import makespan, pack_pool
 
 
 def compute_work(microbatches, lengths, cost):
-    return [cost.microbatch(lengths[list(own)]) for own in microbatches]
+    return [microbatch_cost(cost, lengths[list(own)]) for own in microbatches]
 
 
 def test_makespan_is_that_of_ranks_that_draw():

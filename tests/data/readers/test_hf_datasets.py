@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from odc_mpi.data.examples import Conversation, parse_example
-from odc_mpi.data.readers import hf_datasets
-from odc_mpi.data.readers.hf_datasets import is_hub_name
+from odc_mpi.data.readers import arrow
+from odc_mpi.data.readers.arrow import is_hub_name
 from odc_mpi.data.sources import find_sources
 from odc_mpi.errors import UserError
 
@@ -44,7 +44,7 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_datasets, "load", None)
+    monkeypatch.setattr(arrow, "load", None)
     Path("mine").mkdir()
     Path("mine/chats.jsonl").write_text("")
     for name in ("mine/chat.jsonl", "./mine/chats.json", "mine/chats", "mine/../mine/chats.jsonl.gz"):
