@@ -12,10 +12,7 @@ from odc_mpi.data.readers import arrow
 from odc_mpi.data.sources import Mixture, find_sources, mix
 from odc_mpi.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 
 def write(name: str, texts: list[str]) -> str:

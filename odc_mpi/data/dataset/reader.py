@@ -71,36 +71,20 @@ class Dataset(AbstractContextManager["Dataset"]):
         self._offsets: npt.NDArray[np.int64] = file["offsets"][:]
         trained: npt.NDArray[np.int32] = file["num_trained_tokens"][:]
         self._checksums: npt.NDArray[np.uint32] = file["checksums"][:]
-        pairs = self._read_pairs()
+        fields = PairCounts._fields if any(name in file for name in PairCounts._fields) else ()
+        pairs = [_check_storage(file, name, self.path, np.int32)[:] for name in fields]
         self._content = read_text(file.attrs, "content")
         self.vocab_size, self.max_token_id = read_size(file.attrs, "vocab_size"), read_size(file.attrs, "max_token_id")
         self.vocabulary = read_text(file.attrs, "vocabulary")
-        if not len(trained):
-            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
-        if len(self._offsets) != len(trained) + 1 or len(self._checksums) != len(trained):
-            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens and checksums differ in length")
-        self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
-        self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
-        num_tokens = len(self._tokens)
-        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or (self.lengths < 2).any():
-            raise DamagedDatasetError(self.path, "the offsets do not match the tokens")
-        if len(self._loss_mask) != num_tokens:
-            raise DamagedDatasetError(self.path, "tokens and loss_mask differ in length")
-        if ((trained < 1) | (trained >= self.lengths)).any():
-            raise DamagedDatasetError(self.path, "the numbers of loss tokens do not match the lengths")
         if content_digest(self._offsets, trained, self._checksums, *pairs) != self._content:
             raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or pairs were changed")
+        if not len(trained):
+            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
+        if not len(self._tokens) == len(self._loss_mask) == self._offsets[-1]:
+            raise DamagedDatasetError(self.path, "offsets, tokens and loss_mask do not match")
+        self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
+        self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
         self.pair_counts: npt.NDArray[np.int64] | None = np.stack(pairs, 1).astype(np.int64) if pairs else None
-        if self.pair_counts is not None and (
-            (self.pair_counts < 1).any() or (self.pair_counts[:, :2].sum(1) >= self.lengths).any()
-        ):
-            raise DamagedDatasetError(self.path, "the parts of pairs do not match the lengths")
-
-    def _read_pairs(self) -> list[npt.NDArray[np.int32]]:
-        """Return the datasets of `PairCounts`, or an empty list if the sequences are not pairs."""
-        if not any(name in self._file for name in PairCounts._fields):
-            return []
-        return [_check_storage(self._file, name, self.path, np.int32)[:] for name in PairCounts._fields]
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -13,16 +13,13 @@ from odc_mpi.data.readers.arrow import is_hub_name
 from odc_mpi.data.sources import find_sources
 from odc_mpi.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("in_a_folder")
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": 0}], "id": 1},
     {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "tool_calls": [CALL]}]},
 ] * 200
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def refused(*words: str, split: str | None = None) -> str:

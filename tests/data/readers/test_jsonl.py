@@ -9,12 +9,9 @@ from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompleti
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("in_a_folder")
+
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def read_bytes(content: bytes, name: str = "a.jsonl", columns: Columns | None = None) -> list[Example]:
