@@ -91,12 +91,10 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Result of tokenizing a block.
+    """Sequences of a block for training, and held-out sequences.
 
-    Attributes:
-        sequences: Sequences for training, and held-out sequences.
-        kinds: Location of the first pair of answers (key True) and of the first other example (key False). If a block
-            contains both, it has no sequences.
+    `kinds` contains the location of the first pair of answers (key True) and of the first other example (key False). A
+    block with both has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]

@@ -14,9 +14,8 @@ def check_outputs(
 ) -> list[str]:
     """Check that `prepare` may write these files, and return a line of text for each data set that it would replace.
 
-    Raises `UserError` if a file is an input, exists but is not a data set, was made from sources with another `origin`
-    (see `DataSource.origin`) although `force` is False, cannot be accessed, or would be read as part of a source
-    because of its folder and suffix.
+    Raises `UserError` if a file is an input or would become part of one, exists but is not a data set, was made from
+    sources with another `origin` (see `DataSource.origin`) although `force` is False, or cannot be accessed.
     """
     replaced = []
     for path in paths:

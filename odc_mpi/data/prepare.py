@@ -55,8 +55,8 @@ _MAX_PROCESSES = 1024
 class PrepareOptions:
     """Options for `prepare`, each with its help text for the command line and, if necessary, a name for its value.
 
-    For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `arrow.load`
-    (`split`) and `sources.mix` (`stopping_strategy`). All sequences of an example are held out together.
+    For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `arrow.load` (`split`)
+    and `sources.mix` (`stopping_strategy`).
     """
 
     force: Annotated[bool, "replace a data set that was made from other sources"] = False
@@ -152,8 +152,6 @@ class _Plan:
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
-        request: Digest of everything that determines the result.
-        origin: Digest of the origins of the sources (see `DataSource.origin`).
     """
 
     def __init__(self, source_specs: Sequence[str], out: Path, options: PrepareOptions) -> None:

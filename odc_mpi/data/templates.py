@@ -28,7 +28,6 @@ class Rendered(NamedTuple):
     """Text of one training example.
 
     Attributes:
-        text: Rendered messages.
         spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
             parts that the chat template marks.
         omitted: End of the generation prompt that is missing in `text`, such as "<think>"; empty if none is missing.

@@ -105,14 +105,6 @@ def test_nothing_is_drawn_without_a_pool(dataset: Dataset) -> None:
     assert [b.indices.tolist() for b in minibatch.microbatches(draw)] == [b.indices.tolist() for b in minibatch]
 
 
-def test_empty_microbatches_are_skipped(dataset: Dataset) -> None:
-    minibatches = [
-        next(loader(dataset, balance="lb_micro", minibatch_sequences=3, max_tokens_per_microbatch=200, rank=r, size=8))
-        for r in range(8)
-    ]
-    assert [len(list(minibatch)) for minibatch in minibatches] == [1, 1, 1, 0, 0, 0, 0, 0]
-
-
 def test_a_data_epoch_is_everything_once_and_shuffled(dataset: Dataset) -> None:
     minibatches = list(islice(loader(dataset), 14))  # 53 sequences: 6 of 8, one of 5
     assert [m.data_epoch for m in minibatches] == [0] * 7 + [1] * 7

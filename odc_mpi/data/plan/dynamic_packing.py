@@ -40,9 +40,8 @@ def pack_pool(
     """Pack a minibatch into microbatches. Returns the positions in `lengths` for each microbatch, costliest first.
 
     Args:
-        lengths: Number of tokens in each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
+        lengths: Number of tokens in each sequence, int64 [n], n > 0. None exceeds `max_tokens`.
         costs: Cost of each sequence, float64 [n].
-        max_tokens: Maximum number of tokens in a microbatch.
         constant: Cost of a microbatch in addition to that of its sequences.
         available_at: For each value in `SPREADS`, the time at which each rank starts to claim, in units of cost,
             float64 [size]; None if all ranks start at 0.

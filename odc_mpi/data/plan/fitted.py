@@ -48,10 +48,8 @@ class FittedCostModel:
     The fit minimizes relative errors, so short microbatches matter as much as long ones. The more the time of a
     microbatch exceeds the expected time, the smaller its weight. The expected time is the current cost times this
     rank's median ratio of time to cost. Ranks may have different speeds. If the data does not determine the
-    coefficients, for example because all lengths are equal, their ratios are those in the prior.
-
-    Args:
-        prior: Cost model to use until there is enough data, in any unit.
+    coefficients, for example because all lengths are equal, their ratios are those in `prior`, the cost model to use
+    until there is enough data, in any unit.
     """
 
     def __init__(self, prior: CostModel) -> None:

@@ -42,10 +42,9 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     """Split items into `size` parts of nearly equal cost whose numbers of items differ by at most one.
 
     For the arguments and the result, see `partition`. The method is the balanced form of the largest differencing
-    method, as in verl's `get_seqlen_balanced_partitions(equal_size=True)`. The items are sorted by cost and divided
-    into groups of `size` neighbors. Each group is an initial split with one item per bin. If necessary, the cheapest
-    group is padded with items of cost 0. A join merges each bin of one split with one bin of the other, so all bins of
-    a split always contain the same number of items.
+    method, as in verl's `get_seqlen_balanced_partitions(equal_size=True)`. Each initial split consists of `size` items
+    that are neighbors when sorted by cost, one per bin; the cheapest split is padded with items of cost 0. A join
+    merges each bin of one split with one bin of the other.
 
     Since this gives each part one of the `size` costliest items, items of the costliest and the cheapest part are then
     swapped. For 256 log-normal costs in 8 parts, these swaps reduce the excess of the costliest part over the mean from
@@ -176,18 +175,10 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 def even_fit(
     sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, max_cost: float
 ) -> list[list[int]]:
-    """Pack items by decreasing cost into bins of about equal cost.
+    """Pack items by decreasing cost into bins of about equal cost, and return the indices of the items in each bin.
 
-    Each item goes into the cheapest bin, or into a new bin if it does not fit there.
-
-    Args:
-        sizes: Size of each item, int64 [n], at most `capacity`.
-        costs: Cost of each item, float64 [n], at least 0.
-        capacity: Maximum total size of the items in a bin.
-        max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.
-
-    Returns:
-        The indices of the items in each bin. Bins are in the order in which they were opened.
+    Each item, with a size, int64 [n], at most `capacity`, and a cost, float64 [n], goes into the cheapest bin, or into
+    a new bin if that bin would exceed `capacity` or `max_cost`.
     """
     bins: list[list[int]] = []
     totals: list[tuple[float, int, int]] = []  # heap of the cost, the index and the size of each bin

@@ -84,36 +84,6 @@ def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
     return max(free)
 
 
-def optimum(lengths, size: int, cost: CostModel) -> float:
-    """Return the least makespan over all numbers of chunks, choices of ranks and assignments of unsplit sequences."""
-    best = math.inf
-    for counts in product(range(1, size + 1), repeat=len(lengths)):
-        each = [
-            cost.constant + costliest(even_bounds(n, k, max(lengths), cost), cost)
-            for n, k in zip(lengths, counts, strict=True)
-        ]
-        choices = [list(combinations(range(size), k)) for k in counts]
-        order = sorted(range(len(lengths)), key=lambda i: (counts[i] == 1, -each[i]))
-        for ranks in product(*(choices[i] for i in order)):
-            free = [0.0] * size
-            for i, own in zip(order, ranks, strict=True):
-                ended = max(free[r] for r in own) + each[i]
-                for r in own:
-                    free[r] = ended
-            best = min(best, max(free))
-    return best
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_small_minibatches_end_nearly_as_early_as_the_best_plan(size):
-    ratios = []
-    for seed in range(12):
-        lengths = longtailed(seed, 4)
-        plan = split_longest(lengths, size, 8192, COST)
-        ratios.append(run(plan, size, lengths, COST) / optimum(lengths.tolist(), size, COST))
-    assert max(ratios) < 1.16 and np.mean(ratios) < 1.05, ratios
-
-
 @pytest.mark.parametrize(("per_rank", "gain"), [(1, 1.6), (2, 1.35), (4, 1.1)])
 def test_gain_of_splitting_over_drawing_unsplit_sequences(per_rank, gain):
     whole = cut = 0.0

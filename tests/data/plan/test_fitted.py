@@ -59,17 +59,6 @@ def test_recovers_the_cost_from_noise_and_outliers(prior: CostModel, seed: int) 
     assert microbatch_cost(ranks[0].cost, [5000]) == pytest.approx(microbatch_cost(TRUE, [5000]), rel=0.05)
 
 
-def test_a_hiccup_of_a_hundred_times_does_not_move_it() -> None:
-    calm, hit = ([FittedCostModel(CostModel())] for _ in range(2))
-    for ranks in (calm, hit):
-        learn(ranks, outliers=0.0)
-    for ranks, seconds in ((calm, 1.0), (hit, 100.0)):
-        ranks[0].observe([60_000], seconds * microbatch_cost(TRUE, [60_000]))
-        share(ranks)
-    ratios = [microbatch_cost(hit[0].cost, [n]) / microbatch_cost(calm[0].cost, [n]) for n in LENGTHS]
-    assert max(ratios) < 1.03 and min(ratios) > 0.97
-
-
 def test_ranks_of_different_speed() -> None:
     ranks = [FittedCostModel(CostModel()) for _ in range(4)]
     learn(ranks, slowness=[0.5, 1.0, 1.5, 3.0], minibatches=80)
