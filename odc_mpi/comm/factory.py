@@ -16,7 +16,7 @@ from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
-from odc_mpi.comm.group import SeparateIslandsGroup, WorldGroup
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
@@ -87,9 +87,7 @@ def window_transport(
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
     if device is None:
-        group = WorldGroup(world, progress=progress, islands=islands)
-        if islands and islands.mode == "outer":
-            group = SeparateIslandsGroup(world, islands, progress=progress)
+        group = Group(world, progress=progress, islands=islands)
         parameters = WindowParameters(sharing, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
         transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
         if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
@@ -102,7 +100,7 @@ def window_transport(
     assert islands is None
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
-    group = WorldGroup(world, progress=progress)
+    group = Group(world, progress=progress)
     kind = mapped_device_windows(device) if mapped else device_windows(device)
     on_device = DeviceParameters(world, param_dtype, device, kind)
     return Transport(
@@ -123,14 +121,14 @@ def single_rank_transport(
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
     # Without threads, because kernels enqueued by a second thread would not be ordered with those of the first.
-    return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
+    return Transport(Group(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
 
 
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
     """Build the baseline transport, which uses MPI collectives and keeps its shards in private memory."""
-    group = WorldGroup(world)
+    group = Group(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
     return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=False, one_sided=False)
