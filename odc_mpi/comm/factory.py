@@ -8,6 +8,7 @@ the `World` closes, it also closes its transports.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,12 +25,10 @@ from odc_mpi.comm.reduce.device_slots import DeviceSlots, MappedDeviceSlots
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore, SlotsFactory
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.device_window import device_windows
-from odc_mpi.comm.windows.mapped_device_window import mapped_device_windows
+from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, HOST_WINDOW
-from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, SharedWindow, Window
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
 
@@ -47,13 +46,13 @@ def gradient_store_factories(
         device: Device in whose memory the windows are allocated. None means host memory.
         mapped: True if the ranks of a node map the memory of the devices. Then only "mailbox" is available.
     """
-    kind = HOST_WINDOW if device is None else device_windows(device)
+    accumulate: GradientStoreFactory = AccumulateGradientStore
     slots: SlotsFactory = HostSlots
     if device is not None:
+        accumulate = partial(AccumulateGradientStore, kind=partial(DeviceWindow, device=device), on_host=False)
         slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
-    accumulate: dict[str, GradientStoreFactory] = {"accumulate": partial(AccumulateGradientStore, kind=kind)}
     mailbox = partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots)
-    return ({} if mapped else accumulate) | {"mailbox": mailbox}
+    return {"mailbox": mailbox} if mapped else {"accumulate": accumulate, "mailbox": mailbox}
 
 
 def window_transport(
@@ -88,11 +87,11 @@ def window_transport(
     gradients = reduction(sharing, reduce_dtype)
     if device is None:
         group = Group(world, progress=progress, islands=islands)
-        parameters = WindowParameters(sharing, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
+        parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else Window)
         transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
         if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
             cache = NodeCache(parameters)
-            transport = replace(transport, parameters=cache, storages=(*transport.storages, cache))
+            transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
         if islands and islands.mode == "hybrid":
             exchange = IslandExchange(islands, parameters, gradients, reduction(islands.column, reduce_dtype))
             transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
@@ -101,7 +100,7 @@ def window_transport(
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = Group(world, progress=progress)
-    kind = mapped_device_windows(device) if mapped else device_windows(device)
+    kind: Any = partial(MappedDeviceWindow if mapped else DeviceWindow, device=device)
     on_device = DeviceParameters(world, param_dtype, device, kind)
     return Transport(
         group,

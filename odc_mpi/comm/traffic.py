@@ -42,7 +42,8 @@ class TrafficCounter:
 
     def bytes_since_last_call(self) -> list[int]:
         """Return the bytes fetched since the last call, then those pushed, each in the order of `PLACES`."""
-        for index in self._transport.parameters.take_shared_fetches():
+        cache = self._transport.node_cache
+        for index in cache.take_shared_fetches() if cache else ():
             self.fetched = self.fetched - self._bytes_of(index)
         if self._transport.exchange:
             received, pushed = self._exchanged

@@ -46,6 +46,7 @@ from odc_mpi.comm.work import FetchWork, Work
 
 if TYPE_CHECKING:
     from odc_mpi.comm.islands.exchange import IslandExchange
+    from odc_mpi.comm.windows.node_cache import NodeCache
 
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -136,15 +137,6 @@ class ParameterStore(ABC):
         self.buffers.release(fetched)
 
     @property
-    def node_cache_bytes(self) -> int:
-        """Size in bytes of this rank's share of the node's parameter cache, or 0 without such a cache."""
-        return 0
-
-    def take_shared_fetches(self) -> list[int]:
-        """Return the array index of each fetch since the last call that the node cache served without a transfer."""
-        return []
-
-    @property
     def shard_bytes(self) -> int:
         """Total size of this rank's shards, in bytes."""
         return sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in self.layouts)
@@ -188,13 +180,14 @@ class GradientStore(ABC):
 
 @dataclass(eq=False, repr=False)
 class Transport:
-    """A group, a parameter store, a gradient store and, with islands, an exchange, with the synchronization points.
+    """A group, a parameter store and a gradient store, with the synchronization points.
 
     Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
     `REDUCE_DTYPES`.
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
+        node_cache: Cache of parameters that the node shares, also one of the `storages`, or None.
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if several threads may call the stores concurrently, False if only the computing thread may.
@@ -207,6 +200,7 @@ class Transport:
     gradients: GradientStore
     storages: Sequence[ShardStorage]
     _: KW_ONLY
+    node_cache: "NodeCache | None" = None
     exchange: "IslandExchange | None" = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     thread_safe: bool = True
