@@ -20,7 +20,7 @@ from odc_mpi.comm.factory import (
 )
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.mapped_device_window import mapping_error
+from odc_mpi.comm.windows.device_window import mapping_error
 from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report

@@ -69,7 +69,7 @@ class GradientPusher:
     ) -> None:
         self.cache = CacheBudget()
         self._store, self._exchange = transport.gradients, transport.exchange
-        # Arrays that this rank has finished (`Exchange.finish`), and the handles for these calls.
+        # Arrays that this rank has finished (`IslandExchange.finish`), and the handles for these calls.
         self._finished: set[int] = set()
         self._finishing: list[Work] = []
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)

@@ -85,7 +85,7 @@ class ShardedModel:
         check_shardable(module, parts, has_weights=weights is not None)
         # Otherwise, windows of different sizes could be accessed out of bounds.
         tensors = describe_tensors(module, parts, dtypes or {}, transport.parameters.dtype)
-        transport.group.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
+        transport.group.world.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
         self.module, self._transport = module, transport
         self.device = transport.device
         self.spans = SpanRecorder()
@@ -186,7 +186,7 @@ class ShardedModel:
         minibatch = MinibatchStats((*names, *TRAFFIC))
         # Without try, because this rank must not enter the collective after an exception in the enclosed code.
         yield minibatch
-        self._transport.group.set_status("completing its fetches and pushes")
+        self._transport.group.world.set_status("completing its fetches and pushes")
         # Before the collective, because after it, owners may write to their shards while a fetch in flight still reads.
         self._unsharded.reshard_all()
         self._unsharded.fetch_allowed = False

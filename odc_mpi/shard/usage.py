@@ -42,7 +42,7 @@ class Usage:
     @property
     def node_cache_bytes(self) -> int:
         """Size in bytes of this rank's share of the memory in which its node caches fetched units."""
-        return self._transport.parameters.node_cache_bytes
+        return self._transport.node_cache.rank_bytes if self._transport.node_cache else 0
 
     @property
     def peak_gradient_bytes(self) -> int:
