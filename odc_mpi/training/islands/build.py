@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from odc_mpi.checkpoint.island_state import own_prefix
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.islands.change_rule import ChangeRule
@@ -13,6 +12,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.islands.callback import OuterLoopCallback
 from odc_mpi.training.islands.outer_loop import OuterLoop
+from odc_mpi.training.islands.state import own_prefix
 from odc_mpi.training.rundir.resume import DeferredErrorWeights
 from odc_mpi.training.settings import Config
 
