@@ -91,18 +91,19 @@ class UnitForwards:
         `is_recomputation` is True if the pass only recreates saved tensors, so that its nodes will have no backward.
         """
         outer, num_pending = self._current.get(unit), self._pending[unit]
-        with unit.in_use():
-            self._current[unit] = {}
-            try:
-                yield
-            finally:
-                if is_recomputation:
-                    self._pending[unit] = num_pending
-                # Dropped, because the tensors keep the fetch buffer alive.
-                if outer is None:
-                    del self._current[unit]
-                else:
-                    self._current[unit] = outer
+        unit.num_running_forwards += 1
+        self._current[unit] = {}
+        try:
+            yield
+        finally:
+            unit.num_running_forwards -= 1
+            if is_recomputation:
+                self._pending[unit] = num_pending
+            # Dropped, because the tensors keep the fetch buffer alive.
+            if outer is None:
+                del self._current[unit]
+            else:
+                self._current[unit] = outer
         unit.check_unchanged()
         self._unsharded.post_forward(unit)
 

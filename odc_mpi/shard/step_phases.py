@@ -1,6 +1,6 @@
 """Phases of a training step, and the time that the computing thread spends on communication and other activities.
 
-The time is recorded in spans of the computing thread. Communication spans do not overlap each other:
+Communication spans do not overlap each other:
 
     fetch                  waiting for parameters
     accumulate             starting pushes, and waiting for pushes
@@ -52,7 +52,7 @@ class SpanRecorder:
         self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Add a span that began at `began` and ends now. This takes only a fraction of a microsecond."""
+        """Add a span that began at `began` and ends now."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._is_recording:
