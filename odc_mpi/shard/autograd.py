@@ -11,8 +11,8 @@ Note: saved parameters
     stride. When the backward pass needs the tensor, the hook unshards the unit and returns a new view. Since torch
     calls only the innermost hooks, `SavedTensorHooks` passes all other tensors to the hooks that were active outside
     the model, such as `save_on_cpu`. Hooks inside the model, as in activation checkpointing, also receive the
-    parameters. Saving them there costs memory but is correct. `SavedTensorHooks` takes 2 % of a step for a model with 8
-    million parameters. It is not installed if fetched tensors stay valid after release or all units are unsharded.
+    parameters. Saving them there costs memory but is correct. `SavedTensorHooks` is not installed if fetched tensors
+    stay valid after release or all units are unsharded.
 
 Note: recomputation
     During the backward pass, activation checkpointing reruns the forward pass of a unit under its own hooks, which must
