@@ -36,9 +36,8 @@ from odc_mpi.shard.modules import (
 )
 from odc_mpi.shard.optim import clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
-from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases
+from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases, Usage
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
-from odc_mpi.shard.usage import Usage
 
 
 class ShardedModel:
@@ -108,7 +107,7 @@ class ShardedModel:
         self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic, self._gradient_format)
         self._resources.callback(self._pusher.close)
-        self.usage = Usage(transport, self.spans, self._pusher)
+        self.usage = Usage(transport, self.spans, self._pusher.buffers)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
         saved = SavedTensorHooks(self._unsharded)
         with self.spans.span("weights"):

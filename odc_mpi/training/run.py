@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from odc_mpi.api import decide_for, shard_model
-from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.device.device import find_device
@@ -68,6 +67,7 @@ from odc_mpi.training.islands.build import (
     resume_weights,
     use_outer_parameters,
 )
+from odc_mpi.training.islands.state import make_training_state
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
