@@ -91,8 +91,8 @@ def _decide_on_device(report: ProbeReport, device: DeviceWindows) -> Decision:
 
 def _report(result: ChildResult) -> ProbeReport:
     """Return the last report from the child. If the child failed, the failure is added to it as a problem."""
-    report = ProbeReport.from_dict(result.messages["report"]) if "report" in result.messages else ProbeReport()
-    doing = result.messages.get("doing", "starting MPI")
+    report = ProbeReport.from_dict(result.message["report"]) if "report" in result.message else ProbeReport()
+    doing = result.message.get("doing", "starting MPI")
     if doing is None and result.failure is None:
         return report
     failure = result.failure or "ended early"
@@ -110,7 +110,7 @@ def _store_report(result: ChildResult, report: ProbeReport) -> None:
     Results about devices are cached unless the launcher ended the probe. All other results are cached only if the
     report has no problems.
     """
-    keys = result.messages.get("keys", {})
+    keys = result.message.get("keys", {})
     if report.device is not None and result.failure != ENDED_BY_LAUNCHER:
         cache.store(keys["device"], report)
     if keys and not report.problems:
