@@ -72,7 +72,10 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
     report = _report(result)
     _store_report(result, report)
     decision = decide(report) if report.library else None
-    on_device = _decide_on_device(report, report.device) if report.device is not None else None
+    on_device = None
+    if report.device is not None:
+        error = report.device.mapping_error if report.nodes == 1 else None
+        on_device = decide(report, on_device=True, mapping_error=error)
     if as_json:
         output = report.to_dict() | {"decision": decision and decision.to_dict()}
         print(json.dumps(output | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
@@ -82,11 +85,6 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
         lines = result.output_tail or "(none)"
         print(f"The last lines of the failed process:\n{lines}", file=sys.stderr, flush=True)
     return 0 if decision else 1
-
-
-def _decide_on_device(report: ProbeReport, device: DeviceWindows) -> Decision:
-    error = device.mapping_error if report.nodes == 1 else None
-    return decide(report, on_device=True, maps_devices=error == "", mapping_error=error or "")
 
 
 def _report(result: ChildResult) -> ProbeReport:
