@@ -208,22 +208,15 @@ def decide_for(
     # An operation may crash, so it is only tried if a choice depends on the result.
     report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
-    maps_devices, not_mapped, objection = False, "", None
+    not_mapped, objection = None, None
     if computing is not None and window_device != "cpu":
         if world.num_nodes == 1 and (world.size > 1 or zero_copy == "off"):
             not_mapped = mapping_error(world, computing) or ""
-            maps_devices = not not_mapped
         objection = fit_objection(world, computing, shard_bytes)
         report = _with_device_report(report, world, computing)
+    on_device = computing is not None
     decision = world.run_on_all(
-        lambda: decide(
-            report,
-            settings,
-            on_device=computing is not None,
-            maps_devices=maps_devices,
-            mapping_error=not_mapped,
-            device_objection=objection,
-        )
+        lambda: decide(report, settings, on_device=on_device, mapping_error=not_mapped, device_objection=objection)
     )
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision

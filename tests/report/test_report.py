@@ -414,7 +414,7 @@ def user_error(capsys, *arguments):
         ("[1, 2]", "got other JSON"),
         ('{"loss": 1}', "got other JSON"),
         ('{"benchmark": ["schedule"]}', "got other JSON"),
-        ('{"benchmark": "baking"}', "schedule or simulate or start or train or transport, got output of baking"),
+        ('{"benchmark": "baking"}', "schedule or simulate or train or transport, got output of baking"),
         ('{"benchmark": "schedule"}', "scenario"),
         ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
         ('{"benchmark": "transport", "sizes": []}', "transport"),
