@@ -44,6 +44,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.throughput import ThroughputMetrics
@@ -348,7 +349,8 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
 def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
     if config.run.objective != "sft":
         return []
-    return [LossEvaluator(config.run, model, *each) for each in held_out_pass(config, world, model, inputs)]
+    held_out = held_out_pass(config, world, model, inputs)
+    return [LossEvaluator(config.run, model, held_out, TokenLogps(model.module))] if held_out else []
 
 
 def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:
