@@ -29,11 +29,11 @@ from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.inputs import Inputs, initial_cost_model
 from odc_mpi.training.objectives.pairs import EXTREMES, PairScorer
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
+from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
 S = TypeVar("S")
 T = TypeVar("T")

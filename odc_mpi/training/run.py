@@ -55,12 +55,9 @@ from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
-from odc_mpi.training.damage import DamageFoundError
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
-from odc_mpi.training.exact.exponents import ExponentCallback
-from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
+from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.islands.build import (
     build_outer_loop,
@@ -70,6 +67,7 @@ from odc_mpi.training.islands.build import (
     use_outer_parameters,
 )
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
+from odc_mpi.training.nonfinite import NonFiniteReport, NonFiniteStepLimit
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
@@ -84,9 +82,9 @@ from odc_mpi.training.rundir.resume import (
     report_already_complete,
 )
 from odc_mpi.training.settings import Config, dump
-from odc_mpi.training.source import DatasetSource, FitCostModel
+from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
-from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
+from odc_mpi.training.update import Update, make_optimizer
 
 
 def train(

@@ -11,8 +11,8 @@ from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard import model as sharded
 
-#: Names of counts and durations of a rank. `generate_s` includes rewards. `rollout_wait_s` is the time of waits for groups
-#: from other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
+#: Names of counts and durations of a rank. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
+#: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "truncated", "rewarded"),
     *("groups", "equal_groups", "failed_rewards"),
