@@ -29,8 +29,7 @@ from odc_mpi.training.islands.settings import IslandsConfig, check_islands
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
 from odc_mpi.training.parsing.aliases import ALIASES
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
-from odc_mpi.training.rl.settings import GRPOConfig, check_rl
-from odc_mpi.training.setting_types import (
+from odc_mpi.training.parsing.setting_types import (
     NAMES,
     NON_EMPTY_NAMES,
     NOT_NEGATIVE,
@@ -43,6 +42,7 @@ from odc_mpi.training.setting_types import (
     format_value,
     type_signature,
 )
+from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 
 #: Width of the help text, and indentation of the descriptions.
 _WIDTH, _INDENT = 100, 34

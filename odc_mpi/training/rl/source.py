@@ -83,7 +83,7 @@ class RolloutSource(MinibatchSource):
         prompts: PromptDataset,
         loader: PromptLoader,
         reward_functions: list[RewardFunction],
-        packs: bool = True,
+        packs: bool,
     ) -> None:
         self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
         self._exact, self._packs = config.run.exact, packs

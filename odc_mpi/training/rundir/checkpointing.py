@@ -35,7 +35,7 @@ from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.training.exact.numerics import check_numerics
+from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.islands.outer_loop import OuterLoop
 from odc_mpi.training.islands.state import make_training_state
