@@ -107,7 +107,7 @@ def training_result():
 
 
 def schedule_result(benchmark="schedule"):
-    found = simulate(Scenario(ranks=4, num_minibatches=2, speed_variation=0.2)).as_json()
+    found = simulate(Scenario(ranks=4, num_minibatches=2, speed_variation=0.2))
     output = {"benchmark": benchmark, "library": "MPICH 5.0.2", "nodes": 1, "slept_step_s": 1.0}
     return json.loads(json.dumps(output | found | {"simulated": found["speedup"]}))
 
@@ -338,13 +338,13 @@ def test_a_page_of_schedules(tmp_path, benchmark):
 
 def test_schedules_with_islands_are_listed(tmp_path):
     scenario = Scenario(ranks=4, num_minibatches=1, num_islands=2, link_gb_per_s=1.0, sync_every=4)
-    found = {"benchmark": "simulate", **simulate(scenario).as_json()}
+    found = {"benchmark": "simulate", **simulate(scenario)}
     page = written(tmp_path / "found.json", found, plot_name="speedups")
     assert "islands/dynamic" in page and "outer/dynamic" in page
 
 
 def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
-    found = {"benchmark": "simulate", **simulate(Scenario(ranks=4, per_rank=1, num_minibatches=1)).as_json()}
+    found = {"benchmark": "simulate", **simulate(Scenario(ranks=4, per_rank=1, num_minibatches=1))}
     with_split = written(tmp_path / "a.json", found, plot_name="gantt")
     assert "The longest sequences split, window/split" in with_split and ", split " in with_split
     assert "window/split" not in written(tmp_path / "b.json", schedule_result(), plot_name="gantt")
