@@ -73,7 +73,7 @@ KEPT_IN = {
     "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
     "rich": {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
-        *("data.prepare", "data.show", "report.terminal"),
+        *("data.prepare", "data.show", "report.page"),
     },
     "yaml": {"yaml_dialect"},
     **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},

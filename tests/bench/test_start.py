@@ -10,14 +10,14 @@ from rich.console import Console
 from odc_mpi.bench.start import COMMUNICATING, MANY_RANKS, measure
 from odc_mpi.errors import UserError
 from odc_mpi.report.bench_report import describe
-from odc_mpi.report.terminal import render
+from odc_mpi.report.page import terminal
 from odc_mpi.runtime.start.start_times import PHASES, StartTimes, process_start
 
 
 def printed(result):
     console = Console(width=100, force_terminal=False)
     with console.capture() as capture:
-        console.print(render(describe(result)))
+        console.print(terminal(describe(result)))
     return capture.get()
 
 
