@@ -65,7 +65,7 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "huggingface_hub": {"hub"},
+    "huggingface_hub": {"hub", "checkpoint.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "data.templates", "rollout", "generation"},
