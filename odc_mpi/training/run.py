@@ -140,8 +140,6 @@ def train(
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
         run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
-        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
-        stack.enter_context(logger)
         checkpointing = CheckpointCallback(
             config, world, trainer, metadata, stop, directory_lock, resume_point, outer_loop
         )
@@ -151,6 +149,7 @@ def train(
         )
         max_tokens = config.data.max_tokens_per_microbatch
         num_islands = trainer.model.num_islands
+        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
         trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens, num_islands)
         trainer.callbacks += [trace, logger, tracker_callback, report, limit, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)

@@ -4,13 +4,13 @@ from rich.console import Console
 from transport_result import result
 
 from odc_mpi.report.bench_report import describe
-from odc_mpi.report.terminal import render
+from odc_mpi.report.page import terminal
 
 
 def render_report(result):
     console = Console(width=80, force_terminal=False)
     with console.capture() as capture:
-        console.print(render(describe(result)))
+        console.print(terminal(describe(result)))
     return capture.get()
 
 
