@@ -7,12 +7,10 @@ import torch
 
 
 class Work:
-    """Handle for a fetch or push in flight.
+    """Handle for a fetch or push in flight, which is already complete if `operation` is None.
 
-    Args:
-        operation: Function that completes this rank's part of the operation, on any thread, and returns the event of a
-            device copy still in flight, or None. The handle references the function, and thus its buffers, until the
-            call returns. If `operation` is None, the fetch or push is already complete.
+    `operation` completes this rank's part, on any thread, and returns the event of a device copy still in flight, or
+    None. The handle references the function, and thus its buffers, until the call returns.
     """
 
     def __init__(self, operation: Callable[[], torch.cuda.Event | None] | None = None) -> None:

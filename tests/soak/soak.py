@@ -28,10 +28,9 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
-from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 

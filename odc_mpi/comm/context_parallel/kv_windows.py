@@ -64,8 +64,7 @@ class KVSizes:
 class KVWindows:
     """MPI windows for the keys, values and gradients that this rank publishes, and for flags.
 
-    The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
-    collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
+    Construction is collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
 
     Args:
         sizes: Sizes of the slots. Must be the same on all ranks.
@@ -137,10 +136,7 @@ class KVWindows:
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's window at byte offset `start`, and return the byte offset after it.
-
-        From a GPU, the copy is only started.
-        """
+        """Copy a tensor into this rank's window at byte offset `start`, or start to. Returns the offset after it."""
         stop = start + tensor.nbytes
         window = self._memory.tensor[start:stop]
         if self._device is None:
@@ -209,8 +205,7 @@ class KVWindows:
     def complete_copies(self) -> None:
         """Wait for the copies from and to a GPU, and start setting the flags that were held back. One-sided.
 
-        Call this after enqueuing kernels that do not depend on other ranks, and before this rank waits for another,
-        which may be waiting for these flags.
+        Call this before this rank waits for another, which may be waiting for these flags.
         """
         self._finish_copies()
         held, self._held_flags = self._held_flags, []

@@ -1,13 +1,11 @@
 """CUDA device of a rank. This module does not use MPI.
 
-Kernels run asynchronously, in stream order. Another stream or MPI may access a buffer only after the kernels that use
-it have finished, so an event is recorded after these kernels. Waiting for an event releases the GIL and does not spin.
-Copies for fetches and for pushes run on a stream each. No copy or addition synchronizes the whole device.
+Another stream or MPI may access a buffer only after the kernels that use it have finished, so an event is recorded
+after these kernels. Waiting for an event releases the GIL and does not spin. Copies for fetches and for pushes run on a
+stream each. No copy or addition synchronizes the whole device.
 
 Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch through DLPack, because memory
 from the torch allocator may not be exportable to other processes (`expandable_segments`, `cudaMallocAsync`).
-
-Tests replace `Device` with a class that uses host memory and delays copies.
 """
 
 import mmap
@@ -53,8 +51,7 @@ class Device:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory, `[num_bytes]` uint8.
 
-        The torch allocator assumes that only the computing stream uses this memory. Since copy streams use it as well,
-        do not free it before copies from or to it have completed.
+        Do not free it before copies from or to it have completed: the torch allocator knows the computing stream only.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
@@ -124,12 +121,8 @@ class Device:
         _cupy().cuda.runtime.ipcCloseMemHandle(memory.data_ptr())
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
-
-        The memory is freed once no tensor references it. PyTorch's pinned-memory allocator is not used, because it
-        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin enough
-        memory.
-        """
+        """Return pinned host memory, `[num_bytes]` uint8. Raises `UserError` if the driver cannot pin enough memory."""
+        # PyTorch's pinned-memory allocator rounds sizes up to powers of two and caches freed memory.
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
         if not self.register(memory):
@@ -177,7 +170,7 @@ class Device:
         return _record(stream)
 
     def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start copying pinned host memory to new device memory. The current stream waits for the copy.
+        """Start copying pinned host memory to new device memory, for which the current stream waits.
 
         Do not modify `source` before the returned event has completed.
         """
@@ -205,11 +198,10 @@ class Device:
         _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
-        """Start adding tensors to a shard, in order. Thread-safe.
+        """Start adding tensors of the same dtype to a shard, in order. Thread-safe.
 
-        `slots` contains pairs of an offset in the shard and a tensor of the same dtype. All earlier kernels that use
-        the shard and all copies that fill the tensors must have finished. Do not modify the tensors before the returned
-        event has completed. Additions complete in the order of the calls.
+        All earlier kernels that use the shard and all copies that fill the tensors must have finished. Do not modify
+        the tensors before the returned event has completed.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)

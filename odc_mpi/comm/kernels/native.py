@@ -5,14 +5,11 @@
 
 Each function launches a kernel if the target is a float32 or float64 tensor on an NVIDIA GPU, CuPy is installed, and
 `ODC_MPI_KERNELS` is not "off". Otherwise it calls torch operators. The results are bitwise identical, except for the
-bits of a NaN, but a kernel makes a single pass over the data where torch operators make several. CuPy compiles a kernel
-with NVRTC on first use. Later processes load it from CuPy's disk cache, `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`.
+bits of a NaN, but a kernel makes a single pass over the data. CuPy compiles a kernel with NVRTC on first use. Later
+processes load it from CuPy's disk cache, `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`.
 
-Note: streams
-    A kernel is launched on torch's current stream for the device of the tensors, so the same rules apply as for torch
-    operators: the caller synchronizes with other streams, and the torch allocator may reuse memory as after any
-    operator. All arguments except the tensors are passed by value at launch. The caller therefore need not keep them
-    until the kernel has run, nothing is copied to the GPU separately, and the CPU does not wait.
+Kernels are launched on torch's current stream, as torch operators are. All arguments except the tensors are passed by
+value, so nothing is copied to the GPU separately, and the CPU does not wait.
 """
 
 import functools
@@ -67,8 +64,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
             of offset. The tensors must not overlap in `flat`.
         flat: Contiguous output array `[n]`, which is overwritten completely.
-        largest: Scalar to raise to the largest magnitude and to return, float64, on the same device. None means a new
-            scalar, which takes a launch more.
+        largest: Scalar to raise to the largest magnitude and to return, float64, on the same device, or None.
 
     Returns:
         The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
@@ -138,11 +134,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Do the same as `add_segments_`, but only with torch operators.
-
-    Each segment is added in one pass, but is first copied if its layout is not strided or if torch would compute the
-    sum in a dtype other than that of the shard.
-    """
+    """Do the same as `add_segments_`, but only with torch operators."""
     for start, tensor in segments:
         dense = _dense(tensor)
         # The addition itself casts narrower dtypes, without a copy.
@@ -168,10 +160,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory `src` of the CUDA sources, which an installed package contains; in a checkout it is beside.
-
-    Raises FileNotFoundError if there is neither.
-    """
+    """Return the directory `src` of the CUDA sources: in an installed package, or beside it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():
@@ -196,7 +185,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a strided, contiguous tensor that a kernel can read, usually the tensor itself."""
     # Checked first, because with many small gradients, calling the operators below takes longer than the kernel.
     is_readable = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
     if is_readable and tensor.dtype in TYPES and tensor.device == target.device:
@@ -241,7 +229,6 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
 
 
 def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    """Return a context manager that makes a device current. To save time, it does nothing if the device already is."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
     guard = ExitStack()
@@ -253,7 +240,6 @@ def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextMana
 
 @functools.cache
 def _stream(address: int) -> Any:
-    """Return the CuPy object for a stream. The cache stays small: torch has few streams and never destroys them."""
     cupy = _cupy()
     assert cupy is not None
     return cupy.cuda.Stream.from_external(_Stream(address))

@@ -2,11 +2,8 @@
 
 A ring is memory of an owner that its senders fill in a cycle. The ranks of a node share one ring at each owner, so the
 size of a ring depends on the number of nodes and not on the number of ranks. If all ranks are on one node, or if every
-node has one rank, each rank has its own ring at each owner, and reservations need no lock.
-
-Ranks of a node reserve room with memory that the node shares: the ends of the reserved parts of its rings at all
-owners, and a lock, which is taken by MPI_Compare_and_swap. A rank holds the lock while it determines which slots fit,
-not while it communicates.
+node has one rank, each rank has its own ring at each owner, and reservations need no lock. Otherwise, memory that the
+node shares contains the ends of the reserved parts of its rings at all owners, and a lock.
 
 Note: no deadlock
     A rank reserves only room that is already free, and then waits for its own Puts only. Each reserved slot is
@@ -99,8 +96,7 @@ class Rings:
     def plan(self, mailbox_bytes: int, numels: Collection[int]) -> None:
         """Divide `mailbox_bytes` among the rings. Raises `UserError` if it is too small.
 
-        Args:
-            numels: Number of elements of a rank's shard of each trainable array.
+        `numels` are the numbers of elements of a rank's shard of each trainable array.
         """
         smallest = SLOTS_PER_RING * ALIGNMENT
         if mailbox_bytes < max(1, self.count * smallest):

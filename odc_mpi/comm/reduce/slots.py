@@ -44,7 +44,7 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def allocate(self, inbox: Window, rings_start: int, rings_bytes: int, numels: Mapping[int, int]) -> None:
-        """Allocate the shards, and the rings if they are not in the inbox. Collective. Call it only once.
+        """Allocate the shards, and the rings if they are not in the inbox. Collective.
 
         Args:
             inbox: Window that contains the headers, and the rings from byte `rings_start` on.
@@ -56,7 +56,7 @@ class HostSlots:
         self._sums = {index: shard.numpy() for index, shard in self.shards.items()}
 
     def values(self, gradient: torch.Tensor) -> Memory:
-        """Return the memory of a gradient as a buffer that can be passed to `put`."""
+        """Return the memory of a gradient for `put`."""
         return gradient.numpy()
 
     def put(
@@ -83,7 +83,7 @@ class HostSlots:
             self._add(index, start, values.view(self._sums[index].dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Add this rank's part of a gradient to its shard, from element `start` on. Then `values` may be reused."""
+        """Add this rank's part of a gradient to its shard, from element `start` on."""
         self._add(index, start, values.numpy())
 
     def free(self) -> None:

@@ -9,8 +9,6 @@ Each array has a word in shared memory: the parameter version, the fetching rank
     publish  each publication increments the version on every rank; a word with an earlier version counts as unclaimed.
              For frozen arrays, the version stays that of the first publication
 
-Ranks need no other coordination, because parameters do not change between publications.
-
 Note: no stale read
     A rank overwrites an array only after claiming it for the current version, and thus after a barrier that ranks enter
     only once they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
@@ -29,8 +27,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Access, ParameterStore
+from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import SharedWindow, align_up
 from odc_mpi.comm.work import Work
@@ -43,7 +40,7 @@ _FIRST_PUBLICATION = 2
 class NodeCache(ShardStorage, ParameterStore):
     """Parameter store that uses the store `inner` to fetch arrays into memory shared by the ranks on a node.
 
-    A fetch returns a view of this memory. The transport allocates and frees `inner`, which must be one of its storages.
+    A fetch returns a view of this memory. `inner` must be one of the transport's storages.
     """
 
     access = Access.NODE

@@ -9,11 +9,10 @@ import torch
 from units import assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.comm.factory import collective_transport, window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
 from odc_mpi.comm.reduce import accumulate, mailbox
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
-from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import parameters, rma
 from odc_mpi.comm.windows.rma import SharedWindow, Window
