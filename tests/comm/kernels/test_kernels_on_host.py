@@ -147,14 +147,6 @@ def before_a_hole(numel, dtype):
     return memory[mmap.PAGESIZE - numel * dtype.itemsize : mmap.PAGESIZE].view(dtype)
 
 
-def test_the_order_of_slots_decides(kernels):
-    large, small = torch.tensor([1e8]), torch.tensor([1.0])
-    for slots, wanted in [((large, small, -large), 0.0), ((large, -large, small), 1.0)]:
-        shard = torch.zeros(1)
-        native.add_segments_(shard, [(0, slot) for slot in slots])
-        assert float(shard) == wanted
-
-
 def test_the_table_is_the_kernels_own(kernels):
     header = (native.source_dir() / "segments.cuh").read_text()
     assert f"constexpr int MAX_SEGMENTS = {native.MAX_SEGMENTS};" in header
