@@ -85,13 +85,12 @@ class BufferPool:
             num_bytes -= block.numel()
 
 
+def _references(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def _is_unreferenced(block: torch.Tensor) -> bool:
     return _references(block) <= _POOL_REFERENCES
-
-
-def _references(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
 
 
 #: Number of references to a storage held only by the pool. It is measured, because it depends on the torch version.

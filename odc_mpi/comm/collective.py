@@ -15,7 +15,6 @@ Note: the same order on all ranks
 """
 
 import functools
-from collections import deque
 
 import numpy as np
 import torch
@@ -56,18 +55,14 @@ class CollectiveCommunicator:
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
         """Sum `gradient` over all ranks and write this rank's part of the sum to `shard`. Collective.
 
-        Args:
-            gradient: Gradient to sum, `[size * n]` of float32, float64 or int64.
-            shard: Output, `[n]` of the same dtype, for elements `[rank * n, (rank + 1) * n)` of the sum.
+        `gradient` is `[size * n]` of float32, float64 or int64, and `shard` is `[n]` of the same dtype.
         """
-        element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
-            self._comm.Reduce_scatter_block([gradient.numpy(), element], [shard.numpy(), element], MPI.SUM)
+            self._comm.Reduce_scatter_block(gradient.numpy(), shard.numpy())
 
     def free(self) -> None:
-        """Free the communicator. Collective. Further calls do nothing."""
-        if self._comm != MPI.COMM_NULL:
-            self._comm.Free()
+        """Free the communicator. Collective."""
+        self._comm.Free()
 
 
 class _CollectiveStorage(ShardStorage):
@@ -145,7 +140,7 @@ class CollectiveGradients(_CollectiveStorage, GradientStore):
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         _CollectiveStorage.__init__(self, world, group)
         GradientStore.__init__(self, dtype)
-        self._reduces: deque[Work] = deque()
+        self._reduces: list[Work] = []
         self._results = BufferPool()
 
     @override
@@ -168,15 +163,14 @@ class CollectiveGradients(_CollectiveStorage, GradientStore):
         send, receive = [gradient.numpy(), element], [result.numpy(), element]
         request = self.comm_of(index).Ireduce_scatter(send, receive, counts, MPI.SUM)
         reduce = Work(functools.partial(self._complete, index, request, result, gradient))
-        while self._reduces and self._reduces[0].is_done:
-            self._reduces.popleft()
         self._reduces.append(reduce)
         return reduce
 
     @override
     def flush(self) -> None:
-        while self._reduces:
-            self._reduces.popleft().wait()
+        for reduce in self._reduces:
+            reduce.wait()
+        self._reduces.clear()
 
     @override
     def free(self) -> None:

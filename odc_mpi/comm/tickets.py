@@ -34,8 +34,7 @@ class Tickets:
     def draw(self, count: int) -> Iterator[int]:
         """Yield positions from 0 to `count - 1` until none are left. Each position goes to only one rank. One-sided.
 
-        A position is drawn whenever the iterator advances, so faster ranks get more positions. `count` must be the same
-        on all ranks.
+        A position is drawn whenever the iterator advances. `count` must be the same on all ranks.
         """
         while (position := self._next(self._world.node)) < count:
             yield position

@@ -158,9 +158,8 @@ class GradientStore(ABC):
 
         Args:
             index: Index of a trainable array.
-            gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
+            gradient: Gradient of the elements from `start` on, `[n]` of `dtype`, contiguous. Call
                 `prepare_push(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
-            start: Index of the first of these elements in the array.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -224,8 +223,7 @@ class ShardStorage:
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points.
 
-    Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
-    `REDUCE_DTYPES`.
+    Construction raises ValueError unless the dtypes are in `PARAMETER_DTYPES` and `REDUCE_DTYPES`.
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.

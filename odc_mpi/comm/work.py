@@ -17,11 +17,6 @@ class Work:
         self._operation = operation
         self._event: torch.cuda.Event | None = None
 
-    @property
-    def is_done(self) -> bool:
-        """True if the operation was complete at construction, or if `wait` or `complete` has returned."""
-        return self._operation is None
-
     def wait(self) -> None:
         """Wait until this rank's part of the operation is complete and its buffers may be used.
 

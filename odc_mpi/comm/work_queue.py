@@ -56,7 +56,7 @@ class WorkQueue:
 
     Args:
         max_count: Maximum number of items between two calls to `reset`. Must be the same on all ranks.
-        store_bytes: Size in bytes of this rank's store, which holds the content of the items that it publishes.
+        store_bytes: Size of this rank's store in bytes.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:

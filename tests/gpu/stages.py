@@ -142,7 +142,7 @@ BENCHES: dict[str, tuple[int, tuple[object, ...]]] = {
     "models": (1, ()),
 }
 #: Tests of training with windows on the host.
-STAGED = "not windows_on_the_gpu and not benchmark and not split"
+STAGED = "not windows_on_the_gpu and not split"
 STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     "kernels": lambda job: serial(job, "tests/comm/kernels"),
     "attention": lambda job: serial(job, "tests/models/packed/test_varlen_gpu.py", "tests/training/test_losses_gpu.py"),
@@ -154,7 +154,6 @@ STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     **{f"windows-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
     **{f"doctor-ucx-{n}": partial(doctor, ranks=n) for n in RANKS},
     **{f"windows-ucx-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
-    "bench-possible": partial(training, ranks=2, chosen="benchmark"),
     **{f"bench-{part}": partial(bench, part=part) for part in BENCHES},
 }
 

@@ -15,9 +15,6 @@ A rank Puts a flag into the window of the rank that waits for it, so every rank 
 integers that never decrease, even from one sequence to the next. They therefore need no reset, and a torn read returns
 at most the new value (see `comm.reduce.mailbox`).
 
-On a GPU, `publish_kv` and `send_kv_grads` start copies into the window. The flags for these copies are set when
-`earlier_kv` and `accumulate_kv_grads` begin, so kernels launched in between run during the copies (see `kv_windows`).
-
 Note: slots
     Keys and values have one slot per layer. These slots become free after KV_RELEASED from all later chunks. Gradients
     have two slots, which alternate between layers. Each becomes free after GRAD_CONSUMED from all earlier chunks.

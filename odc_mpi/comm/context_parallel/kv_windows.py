@@ -124,9 +124,9 @@ class KVWindows:
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that a slot is in use until each rank in `ranks` has set its flag of kind `kind` to at least `value`.
+        """Record that the slot at a byte offset is in use until each rank in `ranks` has set its flag to `value`.
 
-        `slot` is the byte offset of the slot in the window. Offset 0 stands for all key and value slots.
+        Offset 0 stands for all key and value slots.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
@@ -156,8 +156,7 @@ class KVWindows:
         """Read keys and values, or their gradients, from the window of `rank` at byte offset `start`. One-sided.
 
         The result has the device, dtypes and shapes of `template`, except for the number of tokens, which is `tokens`.
-        It is a view if this rank maps the window and `template` is on the host. On a GPU, kernels that are enqueued
-        later on the current stream can use it. `what` describes the read in messages.
+        It is a view if this rank maps the window and `template` is on the host.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]

@@ -10,7 +10,7 @@ from the torch allocator may not be exportable to other processes (`expandable_s
 
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -58,8 +58,8 @@ class Device:
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory that can be passed to MPI, `[num_bytes]` uint8.
 
-        The call is slow and may wait for all kernels on the device, so do not call it in every step. Raises `UserError`
-        if CuPy cannot be imported or the device has too little memory.
+        The call is slow and may wait for all kernels on the device. Raises `UserError` if CuPy cannot be imported or
+        the device has too little memory.
         """
         cupy = _cupy()
         try:
@@ -86,34 +86,29 @@ class Device:
         """Return a handle with which other processes on this node can map `memory`.
 
         `memory` must be a whole allocation from `empty_for_windows`, of a multiple of 2 MiB. Raises `UserError` if the
-        driver refuses or CuPy cannot be imported.
+        driver refuses.
         """
-        cupy = _cupy()
-        try:
-            handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(memory.data_ptr())
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(
-                f"windows on {self.torch_device}: CUDA cannot export them ({error}): set comm.window_device to cpu"
-            ) from None
-        return handle
+        return self._share("export them", lambda runtime: runtime.ipcGetMemHandle(memory.data_ptr()))
 
     def map(self, handle: bytes, num_bytes: int) -> torch.Tensor:
         """Map memory of another process on this node, whose `export` returned `handle`, as `[num_bytes]` uint8.
 
-        The memory may be on another GPU that this GPU can access. Call `unmap` before the other process frees the
-        memory. Raises `UserError` if the driver refuses or CuPy cannot be imported.
+        Call `unmap` before the other process frees the memory. Raises `UserError` if the driver refuses.
         """
         cupy = _cupy()
         self.set_current()
-        try:
-            address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(
-                f"windows on {self.torch_device}: CUDA cannot map the memory of another rank ({error}): set "
-                "comm.window_device to cpu"
-            ) from None
+        address = self._share("map the memory of another rank", lambda runtime: runtime.ipcOpenMemHandle(handle))
         memory = cupy.cuda.UnownedMemory(address, num_bytes, None, self.torch_device.index)
         return torch.from_dlpack(cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
+
+    def _share(self, what: str, call: Callable[[Any], T]) -> T:
+        runtime = _cupy().cuda.runtime
+        try:
+            return call(runtime)
+        except runtime.CUDARuntimeError as error:
+            raise UserError(
+                f"windows on {self.torch_device}: CUDA cannot {what} ({error}): set comm.window_device to cpu"
+            ) from None
 
     def unmap(self, memory: torch.Tensor) -> None:
         """Undo `map`. All copies and kernels that use the memory must have completed."""
@@ -134,10 +129,7 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin existing host memory, and return True on success. This is slow, because the driver pins every page.
-
-        If the result is True, call `unregister` before freeing the memory.
-        """
+        """Pin host memory, which is slow. If the result is True, call `unregister` before freeing the memory."""
         self.set_current()
         if memory.numel() == 0:
             return True

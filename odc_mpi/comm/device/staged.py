@@ -37,7 +37,7 @@ MAX_COPIES = 2
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated first."""
+    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated before it."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)

@@ -58,8 +58,6 @@ BLOCKS_PER_MULTIPROCESSOR = 32
 def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tensor | None = None) -> torch.Tensor:
     """Copy tensors into a flat array and return the largest magnitude. Elements not covered by a tensor become zero.
 
-    Asynchronous on a GPU: kernels enqueued later on the same stream can use the results.
-
     Args:
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
             of offset. The tensors must not overlap in `flat`.
@@ -69,11 +67,6 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
     Returns:
         The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
     """
-    filled = 0
-    for start, tensor in segments:
-        assert filled <= start, "segments overlap or are not sorted"
-        filled = start + tensor.numel()
-    assert filled <= flat.numel(), f"segments end at {filled}, the array at {flat.numel()}"
     if largest is None:
         largest = torch.zeros((), dtype=torch.float64, device=flat.device)
     if _use_torch_fallback(flat):
@@ -110,8 +103,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
     Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so the
-    result depends only on the order. Elements outside all segments are not accessed. Asynchronous on a GPU: do not
-    modify the segments until the kernels enqueued so far have finished.
+    result depends only on the order. On a GPU, do not modify the segments until the kernels enqueued so far are done.
 
     Args:
         shard: Contiguous array `[n]` to update in place.

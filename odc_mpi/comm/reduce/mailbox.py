@@ -18,9 +18,8 @@ Two 64-bit counters never decrease:
     complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
 Except in `flush`, each side polls only its own memory. An origin that waits for room adds the slots in its own inbox,
-so two ranks with full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private
-memory. One pass over the inbox adds slots in the order of rings and ranks, and slots of the same rank in the order of
-pushes.
+so two ranks with full rings for each other do not deadlock. One pass over the inbox adds slots in the order of rings
+and ranks, and slots of the same rank in the order of pushes.
 
 Note: torn counters
     All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that

@@ -36,7 +36,7 @@ MAX_SLOTS = 128
 
 @dataclass
 class PendingPush:
-    """Gradient with elements that are not yet in the rings. It is referenced until all elements are in the rings.
+    """Gradient with elements that are not yet in the rings.
 
     Attributes:
         values: Memory of `gradient` that can be passed to MPI.
@@ -59,7 +59,6 @@ class ReservedSlots(NamedTuple):
     """Slots for elements of a push, one in a ring of each owner.
 
     Attributes:
-        values: Memory of the gradient.
         places: Places of the headers in this rank's tables at the owners, int64 `[n]`.
         headers: Headers, int64 `[n, 4]`: array, first element in the owner's shard, numel, position in the ring.
         firsts: Index in `values` of the first element of each slot, int64 `[n]`.
@@ -139,16 +138,13 @@ class Rings:
                 self.origins[self.of_origin[origin]].append(origin)
 
     def has_room(self, push: PendingPush, tails: np.ndarray) -> bool:
-        """Return True if a push may find room, which another rank may take meanwhile. Does not communicate.
-
-        `tails` are positions at the owners before which slots may be overwritten, int64 `[size]`.
-        """
+        """Return True if a push may find room before the `tails` of its owners, int64 `[size]`."""
         return self._next_slots(push, tails, np.zeros_like(tails, dtype=np.bool_)) is not None
 
     def reserve(self, push: PendingPush, tails: np.ndarray, waiting: np.ndarray) -> ReservedSlots | None:
         """Reserve the next slot of a push in each ring that has room, unless its owner is `waiting`. None if none has.
 
-        The caller holds the `lock`. Does not communicate.
+        The caller holds the `lock`.
         """
         slots = self._next_slots(push, tails, waiting)
         if slots is None:

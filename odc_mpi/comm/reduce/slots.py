@@ -1,7 +1,7 @@
 """Shards and mailbox slots in host memory, and the addition of slots to shards.
 
-A slot is a part of a received gradient: elements in a ring in the inbox of the owner, or in device memory with
-`comm.reduce.device_slots`, and a header in the inbox. `comm.reduce.mailbox` determines when a rank may write to a slot.
+A slot is a part of a received gradient: elements in a ring, and a header in the inbox. `comm.reduce.mailbox` determines
+when a rank may write to a slot.
 """
 
 import threading
@@ -16,12 +16,7 @@ from odc_mpi.runtime.world import World
 
 
 class Slot(NamedTuple):
-    """Received slot.
-
-    Attributes:
-        start: Index of the first element in the shard of this rank.
-        offset: Offset of the first element in the rings, in bytes.
-    """
+    """Received slot, from element `start` of this rank's shard on, at byte `offset` in the rings."""
 
     array: int
     start: int
@@ -66,7 +61,7 @@ class HostSlots:
 
         Args:
             offsets: Offsets of the slots in the rings of their owners, in bytes, int64 `[n]`.
-            values: Elements of the slots, as returned by the method `values`. Do not modify them before the flush.
+            values: Elements of the slots, not to be modified before the flush.
             firsts: Index in `values` of the first element of each slot, int64 `[n]`.
         """
         itemsize = self.dtype.itemsize

@@ -1,7 +1,5 @@
 """Cache of parameters in memory shared by the ranks on a node. A node fetches each array once per publication.
 
-Frozen arrays do not change after their first publication, so a node fetches them only once after it.
-
 Each array has a word in shared memory: the parameter version, the fetching rank, and whether its fetch is complete.
 
     claim    the first rank that needs an array sets its word by compare-and-swap and fetches the array
@@ -14,9 +12,9 @@ Note: no stale read
     only once they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
 
 Note: no deadlock
-    A rank that holds a claim is fetching a unit: it claims arrays in the unit, starts their transfers, and completes
-    all arrays in the unit in an order that is the same on all ranks. Consider the first array in this order for which a
-    rank waits. The rank that has claimed it waits only for its own transfer, not for another rank on the node.
+    A rank claims the arrays of a unit, starts their transfers, and completes them in an order that is the same on all
+    ranks. Consider the first array in this order for which a rank waits. The rank that has claimed it waits only for
+    its own transfer, not for another rank on the node.
 """
 
 from collections.abc import Sequence

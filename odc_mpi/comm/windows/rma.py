@@ -204,10 +204,7 @@ class Window:
     def _make(
         self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
     ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
-        """Allocate the memory and create the window. Collective, within `World.collective`.
-
-        Returns the MPI windows, in the order in which they are freed, and the shards mapped by this rank, by owner.
-        """
+        """Return the MPI windows, in the order in which they are freed, and the mapped shards by owner. Collective."""
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
         tensor = torch.frombuffer(win.tomemory(), dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         return [win], {world.rank: tensor}
@@ -280,11 +277,9 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> Work:
-    """Return a handle for operations in flight, whose `wait` method completes them by calling `flush`.
+    """Return a handle for operations in flight on `memory`, whose `wait` method completes them by calling `flush`.
 
-    Args:
-        what: Description of the operations. If the deadline expires, the error message contains it and `owners`.
-        memory: Buffer used by the operations. The handle references it until they are complete, because MPI does not.
+    The handle references `memory` until then, because MPI does not. `what` and `owners` are for error messages.
     """
 
     def complete(_memory: torch.Tensor) -> None:

@@ -142,22 +142,6 @@ def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
     transport.complete_gradients(np.zeros(1))
 
 
-def test_a_shared_window_shows_the_node_in_rank_order(world):
-    for numel in (1, 33, 4097):
-        window = SharedWindow(world, numel, torch.float32)
-        window.tensor.fill_(world.rank + 1)
-        window.sync()
-        world.gather_objects(None)
-        window.sync()
-        wanted = torch.arange(1.0, world.size + 1).repeat_interleave(numel)
-        assert torch.equal(window.node_view(0, torch.float32, world.size * numel), wanted)
-        assert torch.equal(window.mapped_memory.view(torch.float32), wanted)
-        for rank in range(world.size):
-            assert torch.equal(window.mapped_shard(rank), torch.full((numel,), rank + 1.0))
-        world.gather_objects(None)
-        window.free()
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_computing_owner_is_not_waited_for(make, world, base):
     """The last rank computes without entering MPI; the others fetch from it and push to it meanwhile."""
