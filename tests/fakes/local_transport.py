@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, Transport
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage, Transport
 from odc_mpi.comm.work import FetchWork, Work
 
 
