@@ -53,6 +53,7 @@ from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
@@ -257,8 +258,8 @@ def build_trainer(
     else:
         source, objective, more_callbacks = build_grpo(config, world, model, inputs, decision)
         callbacks += more_callbacks
-    if model.fixed_point_gradients is not None:
-        callbacks.append(ExponentCallback(model.fixed_point_gradients, objective.loss_normalizer))
+    if isinstance(model.gradient_format, FixedPointGradients):
+        callbacks.append(ExponentCallback(model.gradient_format, objective.loss_normalizer))
     update = Update(model, optimizer, config)
     completed_steps = resume_point.step if resume_point else 0
     trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)
