@@ -65,7 +65,7 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "huggingface_hub": {"hub"},
+    "huggingface_hub": {"hub", "checkpoint.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "data.templates", "rollout", "generation"},
@@ -73,7 +73,7 @@ KEPT_IN = {
     "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
     "rich": {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
-        *("data.prepare", "data.show", "report.terminal"),
+        *("data.prepare", "data.show", "report.page"),
     },
     "yaml": {"yaml_dialect"},
     **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},

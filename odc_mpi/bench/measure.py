@@ -122,9 +122,9 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
     # Imported late: both imports are slow, and the process that starts the ranks prints no tables.
     from odc_mpi.observe.terminal import make_console
     from odc_mpi.report.bench_report import describe
-    from odc_mpi.report.terminal import render
+    from odc_mpi.report.page import terminal
 
-    make_console().print(render(describe(result)))
+    make_console().print(terminal(describe(result)))
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:

@@ -1,8 +1,4 @@
-"""Reading slices of tensors from a checkpoint.
-
-The manifest contains the locations of the slices. Checksums are verified on reading. index.h5 is meant for other
-programs, and is not used.
-"""
+"""Reading slices of tensors from a checkpoint. Checksums are verified on reading; index.h5 is not used."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager

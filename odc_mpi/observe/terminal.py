@@ -36,12 +36,8 @@ _LEFT = ProgressColumn("left", 8, "{left}")
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
-    Without a terminal, the output contains no control sequences for the cursor. Use the reporter as a context manager,
-    so that the bar is removed before an error is printed.
-
-    Args:
-        columns: Columns of a line, after the step number. Only the first of them is printed for a skipped step.
-        console: Console to print to. By default, `make_console()`.
+    The step number precedes `columns`, of which only the first is printed for a skipped step. `console` is by default
+    `make_console()`. Use the reporter as a context manager, so that the bar is removed before an error is printed.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:

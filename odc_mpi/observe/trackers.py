@@ -60,11 +60,7 @@ class TrackerCallback(Callback):
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        run_dir: Path,
-        config: Mapping[str, Any],
-        finish_s: float = FINISH_S,
+        self, names: Sequence[str], run_dir: Path, config: Mapping[str, Any], finish_s: float = FINISH_S
     ) -> None:
         self._names, self._run_dir, self._finish_s = dict.fromkeys(names), run_dir, finish_s
         self._config = config
@@ -95,7 +91,7 @@ class TrackerCallback(Callback):
 
 
 class TrackerThread:
-    """Thread that creates a tracker with `make`, writes the records in `previous`, and then writes queued records."""
+    """Thread that creates a tracker with `make`, writes the records in `previous`, and then queued records."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -143,11 +139,10 @@ def _record(metrics: Mapping[str, Any]) -> LogRecord:
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers in `metrics`, keyed by the tags that `rewrite_logs` of transformers would use."""
-    numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
-        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number
-        for key, number in numbers.items()
-        if math.isfinite(number)
+        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": float(value)
+        for key, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
 
 
@@ -171,13 +166,10 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 
 
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    """Start a tracker and return it. Call `require_tracker_packages` first.
+    """Start the tracker `name`, a key of `TRACKERS`, and return it. Call `require_tracker_packages` first.
 
-    Args:
-        name: Name of the tracker, a key of `TRACKERS`.
-        directory: Directory for the files of the tracker. An existing directory is removed first.
-        run_name: Display name of the run.
-        config: Settings of the run, stored by all trackers except TensorBoard.
+    `directory` is for the files of the tracker; an existing one is removed first. `run_name` is the display name of the
+    run. `config` contains the settings of the run, which all trackers except TensorBoard store.
     """
     if directory.exists():
         shutil.rmtree(directory)

@@ -1,6 +1,6 @@
 """Live view of a run from another process, which reads the files in the run directory while the run writes them.
 
-On a terminal, the view is a table of the latest metrics, with small bar charts of their history. It is redrawn whenever
+On a terminal, the view is a table of the latest metrics, with bar charts of their history, which is redrawn whenever
 the run writes a step. Without a terminal, a line is printed for each step.
 """
 
@@ -50,12 +50,8 @@ _LAST = [ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"), ProgressColumn("i
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
     """Show the progress of a run until it ends, then print its summary.
 
-    Args:
-        is_running: Function that returns True while the run may write further lines.
-        wait_s: Maximum time to wait for the run to start, in seconds.
-
-    Raises:
-        UserError: The run has not started within `wait_s`.
+    `is_running` returns True while the run may write further lines. Raises `UserError` if the run has not started
+    within `wait_s` seconds.
     """
     ends = time.monotonic() + wait_s
     if not (run_dir / "config.yaml").is_file():

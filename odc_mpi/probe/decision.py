@@ -94,7 +94,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """How ranks communicate, and the settings on which this is based.
+    """Choices of how ranks communicate, and the settings on which they are based.
 
     `window_device` is None unless the model computes on a device.
     """

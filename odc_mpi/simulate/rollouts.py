@@ -35,9 +35,9 @@ from odc_mpi.simulate.options import RolloutOptions
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import collect_timings, ratios, simulate_timing
 
-BASELINE = "collective/barrier"
+BASELINE, ON_DEMAND = "collective/barrier", "window/on_demand"
 #: Schedules to compare, as TRANSPORT/SYNCHRONIZATION.
-SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
+SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", ON_DEMAND)
 BOUND = "bound"
 #: Number of shares of about equal cost into which a prompt group is divided. It must be fixed before lengths are known.
 #: With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch is incurred more often.
@@ -72,7 +72,7 @@ class SimulatedRollouts:
     minibatch: SimulatedMinibatch
 
     def assigned_groups(self, rank: int) -> list[int]:
-        """Return the indices of the prompt groups that a rank generates. Groups are assigned round-robin."""
+        """Return the indices of the prompt groups that a rank generates."""
         return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
 
     def positions(self, group: int) -> range:
@@ -147,10 +147,9 @@ class SimulatedRollouts:
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
     """Simulate all schedules of a GRPO run, and return the result, which is deterministic, as a JSON object.
 
-    Three keys contain a number for each schedule and `BOUND`: `speedup` (over collective/barrier), `idle_fraction`
-    (fraction of the time that ranks wait or run dummy microbatches) and `step_s` (mean duration of a minibatch, in
-    seconds). `timeline` contains, for each schedule, the intervals in which each rank generates or trains in the first
-    minibatch. `generation_fraction` is the fraction of busy time that ranks spend on generation in collective/barrier.
+    `speedup` (over collective/barrier), `idle_fraction` and `step_s` contain a number for each schedule and `BOUND`;
+    `timeline` contains the intervals in which each rank generates or trains in the first minibatch, by schedule (see
+    `simulate.summarize`). `generation_fraction` is the fraction of busy time for generation in collective/barrier.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -170,21 +169,22 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
 
 def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
-    """Simulate one minibatch with one schedule. Ranks are busy while they generate or train."""
+    """Simulate one minibatch. Ranks are busy while they generate or train."""
     decoded = minibatch.assigned_decode_ends_s
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
-    if name == "window/on_demand":
+    if name == ON_DEMAND:
         return _simulate_shared(minibatch, sorted(each for ends_of_rank in decoded for each in ends_of_rank), free)
     transport, synchronization = name.split("/")
+    has_barrier = synchronization == "barrier"
     training = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport)
-    begins = [max(free)] * len(free) if synchronization == "barrier" else free
+    begins = [max(free)] * len(free) if has_barrier else free
     timeline = [
         [(0.0, end), *((begin + began, begin + ended) for began, ended in intervals)]
         for end, begin, intervals in zip(free, begins, training.timeline, strict=True)
     ]
-    if synchronization == "barrier":
-        return SimulatedTiming(max(free) + training.end_s, timeline)
-    return SimulatedTiming(max(intervals[-1][1] for intervals in timeline), timeline)
+    # With a barrier, the last microbatch may be a dummy, which is not in the timeline.
+    end_s = max(free) + training.end_s if has_barrier else max(intervals[-1][1] for intervals in timeline)
+    return SimulatedTiming(end_s, timeline)
 
 
 def _simulate_shared(

@@ -4,7 +4,7 @@ from rich.console import Console
 from transport_result import result
 
 from odc_mpi.report.bench_report import describe
-from odc_mpi.report.terminal import render
+from odc_mpi.report.page import terminal
 
 
 def test_the_tables_fit():
@@ -12,7 +12,7 @@ def test_the_tables_fit():
     del made["sizes"][0]["all_at_once"]["gloo_all_gather"]
     console = Console(width=80, force_terminal=False)
     with console.capture() as capture:
-        console.print(render(describe(made)))
+        console.print(terminal(describe(made)))
     output = capture.get()
     assert "left out: gloo_all_gather, for ranks of one node only" in output
     assert "…" not in output

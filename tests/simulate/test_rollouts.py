@@ -1,13 +1,10 @@
 """Simulated generation and training of one minibatch: figures by hand, and bounds."""
 
-import json
-
 import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.report.bench_report import describe
 from odc_mpi.simulate.rollouts import (
     BASELINE,
     BOUND,
@@ -91,14 +88,8 @@ def test_nothing_beats_the_bound_and_sharing_wins():
             assert edges == sorted(edges) and edges[0] == 0.0, name
 
 
-def test_the_command_prints_an_object_and_a_table(capsys):
-    command = ["simulate", "--workload", "grpo", "--minibatches", "2", "--per-rank", "2"]
-    assert cli.main([*command, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["workload"] == "grpo" and said["scenario"]["lengths"] == "aime"
-    assert said["scenario"]["completions"] == 8 and set(said["speedup"]) == {*SCHEDULES, "bound"}
-    charts = describe(said).figures[0]
-    assert "completions" in charts.plot.title
-    assert cli.main(command) == 0
-    errors = capsys.readouterr().out
-    assert all(words in errors for words in (*SCHEDULES, "bound", "8 completions of each"))
+def test_the_command_prints_a_table(capsys):
+    assert cli.main(["simulate", "--workload", "grpo", "--minibatches", "2", "--per-rank", "2"]) == 0
+    printed = capsys.readouterr().out
+    for words in (*SCHEDULES, "bound", "8 completions of each", "lengths aime", "and the same completions"):
+        assert words in printed
