@@ -6,6 +6,7 @@ import kv_exchange_threads
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_models import LargestTensor
 from ranks import run_threads
 
 from odc_mpi.errors import UserError
@@ -65,27 +66,17 @@ def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_unsplit_sequenc
 
 def test_no_matrix_of_tokens_by_tokens_is_made():
     """The largest tensor of any operator has at most the elements of the query in fp32, not those of a mask."""
-    tokens, largest = 512, 0
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            made = function(*args, **(kwargs or {}))
-            each = made if isinstance(made, tuple | list) else [made]
-            largest = max([largest, *(x.numel() for x in each if isinstance(x, torch.Tensor))])
-            return made
-
-    *inputs, upstream = draw(tokens=tokens)
+    *inputs, upstream = draw(tokens=512)
     board = kv_exchange_threads.Board()
     first = [x[:, :, :256] for x in inputs]
     kv_exchange_threads.ThreadKVExchange(board, 0, 2).publish_kv(0, first[1:])
     leaves = [x[:, :, 256:].clone().requires_grad_() for x in inputs]
-    with Largest():
+    with LargestTensor() as made:
         output = context_parallel_attention.context_parallel_attention(
             *leaves, None, 0, kv_exchange_threads.ThreadKVExchange(board, 1, 2)
         )
         output.backward(upstream[:, :, 256:])
-    assert 0 < largest <= 256 * HEADS * SIZE < 256 * 256
+    assert 0 < made.numel <= 256 * HEADS * SIZE < 256 * 256
 
 
 @pytest.fixture
