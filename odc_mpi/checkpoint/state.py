@@ -106,10 +106,9 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state of this rank's slices from a checkpoint, but not parameters.
 
-        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Raises
-        `UserError` if the checkpoint was saved with a different optimizer class, or is damaged.
+        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Call
+        `require_optimizer` first. Raises `UserError` if the checkpoint is damaged.
         """
-        require_optimizer(checkpoint, type(self._optimizer).__name__)
         tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
         prefixes = self._restored_prefixes(checkpoint.manifest)
         keys = sorted({path.partition(f"{OPTIMIZER}/")[2].partition("/")[0] for path in tensors} - {""})

@@ -2,7 +2,6 @@
 
     collective/barrier     ranks generate, wait for each other, then train with collectives on balanced microbatches
     window/barrier         ranks generate, wait for each other, then claim microbatches to train on
-    window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they finish
     bound                  lower bound: the time that all work takes if no rank ever waits or, if later, the earliest
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
+from odc_mpi.data.plan.balance import dynamic, lb_micro
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.errors import UserError
@@ -37,7 +36,7 @@ from odc_mpi.simulate.simulate import collect_timings, ratios, simulate_timing
 
 BASELINE, ON_DEMAND = "collective/barrier", "window/on_demand"
 #: Schedules to compare, as TRANSPORT/SYNCHRONIZATION.
-SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", ON_DEMAND)
+SCHEDULES = (BASELINE, "window/barrier", ON_DEMAND)
 BOUND = "bound"
 #: Number of shares of about equal cost into which a prompt group is divided. It must be fixed before lengths are known.
 #: With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch is incurred more often.
@@ -114,18 +113,6 @@ class SimulatedRollouts:
         bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
         return [tuple(positions[k] for k in indices) for indices in bins]
 
-    def plan(self, name: str) -> Plan:
-        """Return the training plan of a schedule other than `window/on_demand`, which plans during the run."""
-        scenario = self.scenario
-        if name == "window/on_demand_own":
-            positions_of_ranks = (
-                [i for group in self.assigned_groups(rank) for i in self.positions(group)]
-                for rank in range(scenario.ranks)
-            )
-            return Plan(tuple(tuple(self.pack(positions)) for positions in positions_of_ranks))
-        balance = lb_micro if name == BASELINE else dynamic
-        return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
-
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds, in seconds, on the time that any schedule needs.
 
@@ -174,17 +161,15 @@ def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTimi
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
     if name == ON_DEMAND:
         return _simulate_shared(minibatch, sorted(each for ends_of_rank in decoded for each in ends_of_rank), free)
-    transport, synchronization = name.split("/")
-    has_barrier = synchronization == "barrier"
-    training = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport)
-    begins = [max(free)] * len(free) if has_barrier else free
+    scenario, lengths, begin = minibatch.scenario, minibatch.minibatch.lengths, max(free)
+    balance = lb_micro if name == BASELINE else dynamic
+    plan = balance(lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+    training = simulate_timing(minibatch.minibatch, plan, name.split("/")[0])
     timeline = [
         [(0.0, end), *((begin + began, begin + ended) for began, ended in intervals)]
-        for end, begin, intervals in zip(free, begins, training.timeline, strict=True)
+        for end, intervals in zip(free, training.timeline, strict=True)
     ]
-    # With a barrier, the last microbatch may be a dummy, which is not in the timeline.
-    end_s = max(free) + training.end_s if has_barrier else max(intervals[-1][1] for intervals in timeline)
-    return SimulatedTiming(end_s, timeline)
+    return SimulatedTiming(begin + training.end_s, timeline)
 
 
 def _simulate_shared(

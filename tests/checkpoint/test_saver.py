@@ -97,7 +97,7 @@ def test_complete_only_when_all_have_reported(tmp_path, monkeypatch):
     ranks.boundary()
     assert ranks.steps() == [5]
     with Checkpoint(tmp_path / step_name(5)) as checkpoint:
-        assert checkpoint.read("model/x").tolist() == [5.0] * 6
+        assert checkpoint.read("model/x", 0, 6).tolist() == [5.0] * 6
     assert not list(tmp_path.glob(".*"))
     assert ranks.warnings == []
 
@@ -315,7 +315,7 @@ def test_tensors_that_cannot_be_read(tmp_path, monkeypatch):
 
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(UserError, match=r"cannot read .*rank_00000\.h5, model/x: Stale file handle"):
-            checkpoint.read("model/x")
+            checkpoint.read("model/x", 0, 3)
         assert "Stale file handle" in checkpoint.check_files([0])
 
 

@@ -146,12 +146,6 @@ def test_sgd_with_and_without_momentum(tmp_path):
         assert any(path.startswith("optimizer/momentum_buffer/") for path in state) == bool(momentum)
 
 
-def test_another_optimizer_is_refused(saved):
-    directory, *_ = saved(2, torch.float32)
-    with pytest.raises(UserError, match="of the optimizer AdamW, got SGD"):
-        load(directory, 2, make=functools.partial(torch.optim.SGD, lr=0.1))
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
