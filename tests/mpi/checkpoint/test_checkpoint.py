@@ -142,14 +142,12 @@ def one_run(world, shared_dir, dataset_path):
             "of another model: num_attention_heads is 4 there, 8 in",
         ),
         ({"model__config__rope_parameters__rope_theta": 500.0}, "rope_theta is 10000.0 there, 500.0 in"),
-        ({"model__config__hidden_act": "gelu"}, "hidden_act is 'silu' there, 'gelu' in"),
-        ({"model__config__rms_norm_eps": 1e-3}, "rms_norm_eps is 1e-06 there, 0.001 in"),
         ({"optim__optimizer": "sgd"}, "of the optimizer AdamW, got SGD"),
         ({"run__seed": 1}, "run.seed: expected 0"),
         ({"run__resume": "/nowhere"}, "no checkpoint in /nowhere"),
         ({"run__steps": 1, "run__resume": "one", "run__dir": "other"}, "run.steps: expected more than the 2"),
     ],
-    ids=["model", "heads", "positions", "activation", "norm", "optimizer", "seed", "path", "steps"],
+    ids=["model", "heads", "positions", "optimizer", "seed", "path", "steps"],
 )
 def test_what_does_not_fit_is_refused(run, one_run, settings, words):
     settings = {"run__dir": one_run} | {
@@ -294,21 +292,24 @@ def test_learned_costs_and_run_info_are_saved(run, world, monkeypatch):
     assert restored == [(metadata["cost"], True)]
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_schedule_goes_on(run, world, monkeypatch):
+    """After a stop that one rank was asked for by a signal."""
     settings = {"optim__lr_scheduler_type": "linear", "optim__warmup_steps": 4}
     whole = run("whole", **settings)
     rates = [line["learning_rate"] for line in lines(run.base / "whole")]
     assert len(set(rates)) > 4, "it rises and falls"
-    original = StopRequest.local_values
+    original, steps = StopRequest.local_values, iter(range(1, STEPS + 1))
 
     def values_after_signal(self):
-        if world.rank == 0 and not self.requested and len(lines(run.base / "cut")) == 1:
+        if next(steps) == 2 and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(self)
 
     monkeypatch.setattr(StopRequest, "local_values", values_after_signal)
-    with pytest.raises(StoppedError, match="after step 2"):
+    with pytest.raises(StoppedError, match="after step 2; checkpoint saved"):
         run("cut", **settings)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     world.gather_objects(None)
     monkeypatch.undo()
     np.testing.assert_allclose(run("cut", **settings), whole, rtol=1e-5)
@@ -322,24 +323,6 @@ def test_all_are_damaged(run, world):
     world.gather_objects(None)
     with pytest.raises(AllRanksUserError, match="expected a complete checkpoint, got none among 1"):
         run("run")
-
-
-@pytest.mark.sizes(2, 3)
-def test_stop_signal_on_one_rank(run, world, monkeypatch):
-    def values_after_signal(self):
-        if world.rank == world.size - 1 and not self.requested:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return original(self)
-
-    original = StopRequest.local_values
-    monkeypatch.setattr(StopRequest, "local_values", values_after_signal)
-    with pytest.raises(StoppedError, match="after step 1; checkpoint saved"):
-        run("run")
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    world.gather_objects(None)
-    monkeypatch.undo()
-    assert len(run("run")) == STEPS
-    assert list(steps_in(run.base / "run" / "checkpoints")) == [1, STEPS]
 
 
 def test_a_rank_that_cannot_write(run, world, monkeypatch, capfd):
