@@ -70,10 +70,6 @@ class SimulatedRollouts:
     scenario: RolloutScenario
     minibatch: SimulatedMinibatch
 
-    def assigned_groups(self, rank: int) -> list[int]:
-        """Return the indices of the prompt groups that a rank generates."""
-        return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
-
     def positions(self, group: int) -> range:
         """Return the indices of the completions of a prompt group."""
         count = self.scenario.completions
@@ -94,8 +90,9 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """Result of `decode_ends_s` for the prompt groups assigned to each rank, as a list indexed by rank."""
-        return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
+        """Result of `decode_ends_s` for the prompt groups that each rank generates, as a list indexed by rank."""
+        num_groups, ranks = self.scenario.num_groups, self.scenario.ranks
+        return [self.decode_ends_s(rank, range(rank, num_groups, ranks)) for rank in range(ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
         """Return the shares of a finished prompt group, each as a list of microbatches."""
@@ -106,12 +103,11 @@ class SimulatedRollouts:
         shares: list[list[int]] = [[] for _ in range(SHARES)]
         for position, share in zip(longest_first, cycle(order)):
             shares[share].append(position)
-        return [self.pack(share) for share in shares]
-
-    def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
-        """Pack the completions with the indices `positions` into a small number of microbatches."""
-        bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
-        return [tuple(positions[k] for k in indices) for indices in bins]
+        packed = []
+        for share in shares:
+            bins = first_fit(lengths[share], self.scenario.max_tokens)
+            packed.append([tuple(share[k] for k in indices) for indices in bins])
+        return packed
 
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds, in seconds, on the time that any schedule needs.
