@@ -95,8 +95,11 @@ def resolve_model_path(
     if None not in gather(found):
         assert found is not None
         return found
+    # Imported late: only needed for names.
+    from huggingface_hub import is_offline_mode
+
     download = None
-    if found is None and downloads and not _is_offline():
+    if found is None and downloads and not is_offline_mode():
         download = _Download(path, weights, report)
     try:
         # Every rank takes part until all downloads have ended, so no rank waits for others longer than one poll.
@@ -106,7 +109,7 @@ def resolve_model_path(
         problem = download.close() if download else None
     found = _find(path, weights)
     missing = f"the repository lacks {'safetensors of all weights' if weights else 'a tokenizer'}"
-    problem = problem or ("HF_HUB_OFFLINE is set" if _is_offline() else missing)
+    problem = problem or ("HF_HUB_OFFLINE is set" if is_offline_mode() else missing)
     problems = [each for each in gather(None if found else problem) if each]
     if problems:
         raise AllRanksUserError(
@@ -176,7 +179,6 @@ def _find(path: str, weights: bool) -> str | None:
     parsed = parse_name(path)
     if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path
-    # Imported late: only needed for names.
     from huggingface_hub import snapshot_download
 
     try:
@@ -202,9 +204,3 @@ def _is_complete(directory: Path, weights: bool) -> bool:
     elif (directory / "adapter_config.json").exists():
         return (directory / "adapter_model.safetensors").exists()
     return all((directory / file).exists() for file in ("config.json", *files))
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import is_offline_mode
-
-    return is_offline_mode()

@@ -25,7 +25,7 @@ from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.training.exact.required_settings import apply_exact_settings
+from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings, with_device
 from odc_mpi.training.run import build_trainer, decide

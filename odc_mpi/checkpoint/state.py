@@ -4,7 +4,7 @@ The state consists of the parameters in master precision, the optimizer state, a
 all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
 omitted; the checkpoint's `metadata["base"]` describes the base model.
 
-`checkpoint.island_state` saves islands that train separately. A run without such islands restores the mean of their
+`training.islands.state` saves islands that train separately. A run without such islands restores the mean of their
 optimizer states.
 """
 

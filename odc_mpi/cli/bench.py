@@ -1,13 +1,12 @@
 """`odc-mpi bench`: run a benchmark.
 
 Unless it already runs under mpiexec, the command starts mpiexec. Only the ranks import the module of the benchmark in
-`odc_mpi.bench`. The exception is `odc-mpi bench start`, a single process that starts mpiexec several times.
+`odc_mpi.bench`.
 """
 
 import argparse
 import importlib
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
-#: Default values of `--ranks` and `--units` for `bench start`.
-RANKS, UNITS = "2,4,8,16", "8,50"
 #: Function that prints one line about the progress of a benchmark.
 ProgressPrinter = Callable[[str], None]
 
@@ -43,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand per benchmark, each with its options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
-        description = f"Measure {benchmark.help}. {'It' if name == 'start' else 'Outside mpiexec, it'} starts mpiexec."
+        description = f"Measure {benchmark.help}. Outside mpiexec, it starts mpiexec."
         one = benchmarks.add_parser(name, help=benchmark.help, description=description, allow_abbrev=False)
         benchmark.add_arguments(one)
         one.add_argument("--timeout-s", type=positive_int, default=900, metavar="S", help="time limit; default: 900")
@@ -157,46 +154,6 @@ def _run_train(arguments: argparse.Namespace) -> int:
     )
 
 
-def _add_start(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: small models")
-    parser.add_argument(
-        "--ranks", type=_counts, default=_counts(RANKS), metavar="LIST", help=f"numbers of ranks; default: {RANKS}"
-    )
-    help_text = f"numbers of units of the small models; default: {UNITS}"
-    parser.add_argument("--units", type=_counts, metavar="LIST", help=help_text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _counts(text: str) -> list[int]:
-    """Parse a list of integers, such as ``2,4,8``, each of which must be at least 2, and remove duplicates."""
-    counts = [positive_int(word.strip()) for word in text.split(",")]
-    if min(counts) < 2:
-        raise argparse.ArgumentTypeError(f"expected numbers of at least 2, such as 2,4,8, got {text!r}")
-    return list(dict.fromkeys(counts))
-
-
-def _run_start(arguments: argparse.Namespace) -> int:
-    from odc_mpi.bench import start
-
-    if is_launched():
-        raise UserError("bench start starts mpiexec itself: run it without mpiexec and srun")
-    if arguments.config and arguments.units:
-        raise UserError("--units: only for the small models of bench start: remove it, or --config")
-
-    def train(ranks: int, words: Sequence[str]) -> int:
-        return mpiexec.run(ranks, ["train", *words], timeout_s=arguments.timeout_s, stdout=subprocess.DEVNULL)
-
-    try:
-        result = start.measure(
-            train, arguments.config, arguments.ranks, arguments.units or _counts(UNITS), make_progress_printer(rank=0)
-        )
-    except TimeoutError as error:
-        print_error(error)
-        return 1
-    print_result(result, arguments.json)
-    return 0
-
-
 BENCHMARKS = {
     "transport": Benchmark(
         "fetches and pushes against memcpy, MPI collectives and gloo", _add_transport, _run_transport
@@ -205,5 +162,4 @@ BENCHMARKS = {
         "windows, collectives and tickets, with sleeps in place of computation", _add_schedule, _run_schedule
     ),
     "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
-    "start": Benchmark("the seconds until the first step by phase, ranks and units", _add_start, _run_start),
 }

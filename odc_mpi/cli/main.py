@@ -19,9 +19,8 @@ from odc_mpi.cli import bench, config, data, doctor, job, prepare, report, simul
 from odc_mpi.cli.model import chat, checkpoint, export, generate
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.formatting import did_you_mean
-from odc_mpi.runtime.ranks import print_error
+from odc_mpi.runtime.ranks import exit_as_interrupted, print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
-from odc_mpi.runtime.start.limits import exit_as_interrupted
 from odc_mpi.runtime.streams import open_standard_streams
 
 #: Command modules by name, in the order in which the help lists them. Each module defines `HELP`, `add_arguments` and

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
-from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
+from odc_mpi.models.configuration import ATTENTION_IMPLEMENTATIONS, unsupported_reason
 from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ def size_in_bytes(text: str) -> int:
 
 def attention_name(text: str) -> str:
     """Return `text` unchanged if it names a supported attention implementation."""
-    if text not in SUPPORTED:
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
+    if text not in ATTENTION_IMPLEMENTATIONS:
+        raise argparse.ArgumentTypeError(
+            f"expected {' or '.join(ATTENTION_IMPLEMENTATIONS)}, got {text!r}{unsupported_reason(text)}"
+        )
     return text
 
 

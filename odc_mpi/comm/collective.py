@@ -27,8 +27,9 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
+from odc_mpi.comm.transport import GradientStore, ParameterStore
 from odc_mpi.comm.windows.rma import COPY_DTYPES, MPI_DTYPES
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World

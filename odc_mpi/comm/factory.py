@@ -8,6 +8,7 @@ the `World` closes, it also closes its transports.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
-from odc_mpi.comm.group import SeparateIslandsGroup, WorldGroup
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
@@ -24,12 +25,10 @@ from odc_mpi.comm.reduce.device_slots import DeviceSlots, MappedDeviceSlots
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore, SlotsFactory
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.device_window import device_windows
-from odc_mpi.comm.windows.mapped_device_window import mapped_device_windows
+from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, HOST_WINDOW
-from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, SharedWindow, Window
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
 
@@ -47,13 +46,13 @@ def gradient_store_factories(
         device: Device in whose memory the windows are allocated. None means host memory.
         mapped: True if the ranks of a node map the memory of the devices. Then only "mailbox" is available.
     """
-    kind = HOST_WINDOW if device is None else device_windows(device)
+    accumulate: GradientStoreFactory = AccumulateGradientStore
     slots: SlotsFactory = HostSlots
     if device is not None:
+        accumulate = partial(AccumulateGradientStore, kind=partial(DeviceWindow, device=device), on_host=False)
         slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
-    accumulate: dict[str, GradientStoreFactory] = {"accumulate": partial(AccumulateGradientStore, kind=kind)}
     mailbox = partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots)
-    return ({} if mapped else accumulate) | {"mailbox": mailbox}
+    return {"mailbox": mailbox} if mapped else {"accumulate": accumulate, "mailbox": mailbox}
 
 
 def window_transport(
@@ -87,14 +86,12 @@ def window_transport(
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
     if device is None:
-        group = WorldGroup(world, progress=progress, islands=islands)
-        if islands and islands.mode == "outer":
-            group = SeparateIslandsGroup(world, islands, progress=progress)
-        parameters = WindowParameters(sharing, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
+        group = Group(world, progress=progress, islands=islands)
+        parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else Window)
         transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
         if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
             cache = NodeCache(parameters)
-            transport = replace(transport, parameters=cache, storages=(*transport.storages, cache))
+            transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
         if islands and islands.mode == "hybrid":
             exchange = IslandExchange(islands, parameters, gradients, reduction(islands.column, reduce_dtype))
             transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
@@ -102,8 +99,8 @@ def window_transport(
     assert islands is None
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
-    group = WorldGroup(world, progress=progress)
-    kind = mapped_device_windows(device) if mapped else device_windows(device)
+    group = Group(world, progress=progress)
+    kind: Any = partial(MappedDeviceWindow if mapped else DeviceWindow, device=device)
     on_device = DeviceParameters(world, param_dtype, device, kind)
     return Transport(
         group,
@@ -123,14 +120,14 @@ def single_rank_transport(
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
     # Without threads, because kernels enqueued by a second thread would not be ordered with those of the first.
-    return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
+    return Transport(Group(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
 
 
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
     """Build the baseline transport, which uses MPI collectives and keeps its shards in private memory."""
-    group = WorldGroup(world)
+    group = Group(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
     return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=False, one_sided=False)

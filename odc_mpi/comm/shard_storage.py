@@ -1,13 +1,10 @@
-"""Memory of the shards of a parameter or gradient store, the layouts of their arrays, and their exchange."""
+"""Memory of the shards of a parameter or gradient store, and the layouts of their arrays."""
 
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.work import Work
 
 
 def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -65,35 +62,3 @@ class ShardStorage:
 
     def free(self) -> None:
         """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""
-
-
-class Exchange(ShardStorage, ABC):
-    """Exchange of gradients and parameters between islands, each of which stores a copy of all parameters.
-
-    Each rank owns a part of its shard, which it updates on behalf of all islands.
-    """
-
-    #: Total time that this rank has spent in `flush` and `publish`, in seconds.
-    wait_s: float = 0.0
-
-    @abstractmethod
-    def parameter_shard(self, index: int) -> torch.Tensor:
-        """Return the parameters of array `index` that this rank owns, without copying them."""
-
-    @abstractmethod
-    def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return the gradients of these parameters, summed over all islands, without copying them."""
-
-    @abstractmethod
-    def finish(self, indices: Iterable[int]) -> Work:
-        """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
-
-        Also pushes the arrays that all ranks in the island have finished to their owners. `flush` finishes the others.
-        """
-
-    @abstractmethod
-    def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes of parameters received from, and of gradients pushed to, each rank of other islands.
-
-        Both are totals of a minibatch.
-        """

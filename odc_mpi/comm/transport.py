@@ -1,6 +1,6 @@
 """Communication interface of a sharded model.
 
-    Group            the ranks, their collectives, and the status that each rank publishes for timeout messages
+    Group            the ranks and their synchronization points (`comm.group`)
     ParameterStore   this rank's shard of every flat array (`comm.layout`); fetches and releases full arrays
     GradientStore    this rank's gradient shard of every trainable array; pushes gradients to the owners of the elements
 
@@ -23,7 +23,7 @@ Within a minibatch, ranks communicate only through fetches and pushes. `comm.fac
 When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
 supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
 (`comm.windows.node_cache`). Otherwise, it has COPY access. Threads require MPI_THREAD_MULTIPLE. With islands
-(`comm.islands`), ranks fetch from and push to their own island only, and an `Exchange` connects the islands.
+(`comm.islands`), ranks fetch from and push to their own island only, and an `IslandExchange` connects the islands.
 
 A `comm.shard_storage.ShardStorage` owns the memory of the shards. One class is often both a store and a storage. A
 store can also wrap another store and use its storage, as in `comm.device.staged`.
@@ -33,14 +33,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.buffers import BufferPool, empty_host
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Exchange, ShardStorage
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
+
+if TYPE_CHECKING:
+    from odc_mpi.comm.islands.exchange import IslandExchange
+    from odc_mpi.comm.windows.node_cache import NodeCache
 
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,82 +67,6 @@ class Access(Enum):
     def transfers(self) -> bool:
         """True if a fetch may transfer data. If False, a fetch merely returns a view."""
         return self in (Access.COPY, Access.NODE)
-
-
-class Group(ABC):
-    """Ranks across which the parameters are sharded, with their collective operations."""
-
-    rank: int
-    size: int
-    #: Number of collectives so far: synchronization points, plus fetches and pushes if they are collective.
-    num_collectives: int = 0
-
-    #: Number of islands (`comm.islands`) that share one model, or 1 if there are none.
-    num_islands: int = 1
-    #: Number of replicas of the model that are trained separately, each sharded across `size` ranks, and the index of
-    #: this rank's replica.
-    num_replicas: int = 1
-    replica: int = 0
-
-    @property
-    def own_rows(self) -> slice:
-        """Rows of the ranks of this rank's replica in the reports of all ranks."""
-        return slice(self.replica * self.size, (self.replica + 1) * self.size)
-
-    @property
-    def island(self) -> "Group":
-        """Group of the ranks in this rank's island, which fetch from and push to each other; `self` without islands."""
-        return self
-
-    def is_on_this_node(self, rank: int) -> bool:
-        """Return True if `rank` is on the same node as this rank."""
-        return True
-
-    @abstractmethod
-    def require_same(self, value: str, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if `value`, described by `what`, differs between ranks. Collective."""
-
-    @abstractmethod
-    def reserve(self, plan: Callable[[], int]) -> None:
-        """Call `plan` on every rank and check that each node has enough shared memory for its ranks. Collective.
-
-        `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if the check
-        fails or `plan` raises `UserError` or `OSError` on any rank.
-        """
-
-    @abstractmethod
-    def open(self, close: Callable[[], None]) -> None:
-        """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
-
-        `close` is called when the `World` closes, unless `free` has been called by then.
-        """
-
-    @abstractmethod
-    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the reports of all ranks, each `[k]` float64, as `[num_replicas * size, k]`. Collective."""
-
-    @abstractmethod
-    def norm(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, `[k]` float64, over the ranks of each replica. Collective.
-
-        Returns the sums, float64 `[num_replicas, k]`, which are bitwise identical on every rank.
-        """
-
-    @abstractmethod
-    def parameters_published(self) -> None:
-        """Wait until all ranks have published their parameters. Collective."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor from rank 0. Collective."""
-
-    @abstractmethod
-    def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish this rank's activity, which other ranks print if they time out. See `World.set_status`."""
-
-    @abstractmethod
-    def free(self, storages: Sequence["ShardStorage"]) -> None:
-        """Synchronize all ranks, stop the progress thread, and free the storages in reverse order. Collective."""
 
 
 class ParameterStore(ABC):
@@ -207,15 +137,6 @@ class ParameterStore(ABC):
         self.buffers.release(fetched)
 
     @property
-    def node_cache_bytes(self) -> int:
-        """Size in bytes of this rank's share of the node's parameter cache, or 0 without such a cache."""
-        return 0
-
-    def take_shared_fetches(self) -> list[int]:
-        """Return the array index of each fetch since the last call that the node cache served without a transfer."""
-        return []
-
-    @property
     def shard_bytes(self) -> int:
         """Total size of this rank's shards, in bytes."""
         return sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in self.layouts)
@@ -259,13 +180,14 @@ class GradientStore(ABC):
 
 @dataclass(eq=False, repr=False)
 class Transport:
-    """A group, a parameter store, a gradient store and, with islands, an exchange, with the synchronization points.
+    """A group, a parameter store and a gradient store, with the synchronization points.
 
     Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
     `REDUCE_DTYPES`.
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
+        node_cache: Cache of parameters that the node shares, also one of the `storages`, or None.
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if several threads may call the stores concurrently, False if only the computing thread may.
@@ -278,7 +200,8 @@ class Transport:
     gradients: GradientStore
     storages: Sequence[ShardStorage]
     _: KW_ONLY
-    exchange: Exchange | None = None
+    node_cache: "NodeCache | None" = None
+    exchange: "IslandExchange | None" = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     thread_safe: bool = True
     one_sided: bool = True
@@ -324,7 +247,7 @@ class Transport:
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
         """Complete all pushes, and gather the reports of all ranks (see `Group.gradients_complete`). Collective."""
-        self.group.set_status("flushing gradients")
+        self.group.world.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()
         reports = self.group.gradients_complete(report)  # A

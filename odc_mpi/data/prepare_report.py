@@ -10,7 +10,6 @@ import numpy as np
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
-from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import printable_text
 
@@ -23,12 +22,11 @@ class PrepareReport(FilterCounts):
 
     Attributes:
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
-        chat_template: File with the chat template that replaced the tokenizer's own; None if it was not replaced.
+        chat_template: File with the chat template that replaced the tokenizer's own, if any.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
-        bad_lines: Error messages of the first three invalid records.
-        eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
+        eval_path: Path of the data set with the held-out sequences, if any.
         shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source; empty for
             a single source and for more than 50 sources.
         folders: For each source that is a folder, a line of text about its files.
@@ -41,8 +39,6 @@ class PrepareReport(FilterCounts):
     num_sequences: int
     num_tokens: int
     num_trained_tokens: int
-    num_bad_lines: int
-    bad_lines: Sequence[str]
     longest: int
     vocab_size: int
     chat_template: Path | None = None
@@ -119,8 +115,7 @@ class PrepareReport(FilterCounts):
 class PrepareStats:
     """Counters for the sequences and invalid records of all sources, which are given by their names."""
 
-    def __init__(self, invalid: InvalidRecords, sources: Sequence[str]) -> None:
-        self._invalid = invalid
+    def __init__(self, sources: Sequence[str]) -> None:
         self._counts = FilterCounts()
         self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
         self._kinds: dict[bool, str] = {}
@@ -129,10 +124,8 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises a `UserError` if pairs are mixed with other examples, or if an invalid record may not be skipped.
+        Raises a `UserError` if pairs are mixed with other examples.
         """
-        for message in block.invalid:
-            self._invalid.add(InvalidRecordError(message))
         for is_pair, location in block.kinds.items():
             self._kinds.setdefault(is_pair, location)
             if len(self._kinds) > 1:
@@ -152,7 +145,7 @@ class PrepareStats:
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
         """Return the counts for a `PrepareReport`, except `vocab_size`, as a dictionary that JSON can represent.
 
-        The arguments are the writer of the sequences for training, and that of the held-out sequences, if any.
+        `held_out` is the writer of the held-out sequences, if any.
         """
         return {
             "num_sequences": writer.num_sequences,
@@ -161,19 +154,17 @@ class PrepareStats:
             "num_prompt_tokens": self._num_prompt_tokens,
             "longest": writer.longest,
             **asdict(self._counts),
-            "num_bad_lines": self._invalid.num_skipped,
-            "bad_lines": self._invalid.first,
             "num_eval_sequences": sum(each.num_sequences for each in held_out),
             "num_eval_trained_tokens": sum(each.num_trained_tokens for each in held_out),
             "shares": self._shares if 1 < len(self._shares) <= _MAX_SHARES else [],
         }
 
     def explain(self, max_length: int | None) -> str:
-        """Return the end of an error message, which explains why there are no sequences to write."""
-        counts, invalid = self._counts, self._invalid
-        if not counts.num_dropped + counts.num_untrained_dropped + invalid.num_skipped:
+        """Return the end of an error message that explains why there are no sequences to write."""
+        counts = self._counts
+        if not counts.num_dropped + counts.num_untrained_dropped + counts.num_bad_lines:
             return ": SOURCE contains no examples"
-        skipped = f", {invalid.num_skipped} invalid, the first: {invalid.first[0]}" if invalid.first else ""
+        skipped = f", {counts.num_bad_lines} invalid, the first: {counts.bad_lines[0]}" if counts.bad_lines else ""
         raise_limit = f"raise --max-length (now {max_length}) or " if max_length else ""
         return (
             f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without loss tokens, "

@@ -14,7 +14,7 @@ from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.build import MetaModel, is_model_directory
-from odc_mpi.models.heads.task import REWARD, task_of
+from odc_mpi.models.heads import REWARD, task_of
 from odc_mpi.models.load import load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
 

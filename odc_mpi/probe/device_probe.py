@@ -21,8 +21,7 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.device_window import DeviceWindow
-from odc_mpi.comm.windows.mapped_device_window import mapping_error
+from odc_mpi.comm.windows.device_window import DeviceWindow, mapping_error
 from odc_mpi.comm.windows.rma import as_mpi_buffer, messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 from odc_mpi.formatting import format_seconds, format_size
@@ -198,41 +197,6 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     return _benchmark_report(result, title, subtitle, figures)
 
 
-def _start(result: Mapping[str, Any]) -> ReportPage:
-    starts, predicted, cores = result["starts"], result["predicted_s"], result["cores"]
-    times = [start["start_s"] for start in starts]
-    phases = [phase for phase in times[0] if any(each[phase] > 1e-3 * each["total"] for each in times)]
-
-    def row(ranks: str, start: Mapping[str, Any], seconds: Mapping[str, float], memory: str) -> list[str]:
-        return [
-            ranks,
-            str(start["units"] or "-"),
-            *(f"{s:.2f}" if (s := seconds[phase]) < 100 else f"{s:.0f}" for phase in phases),
-            memory,
-        ]
-
-    rows = [row(str(start["ranks"]), start, start["start_s"], f"{start['host_bytes'] >> 20:,}") for start in starts]
-    last = starts[-1]
-    title = f"{last['ranks']} ranks on {cores} cores finish their first step after {last['start_s']['total']:.1f} s"
-    caption = "Seconds of each phase, on the slowest rank. The losses are the same for all numbers of ranks."
-    if predicted:
-        rows.append(row(f"{result['predicted_ranks']:,}*", last, predicted, "-"))
-        caption += " * predicted, not measured: a core for each rank, and no slower network."
-    of_units = [start for start in starts if start["units"] == last["units"]]
-    ranks = [start["ranks"] for start in of_units]
-    curves = [
-        Curve(phase.replace("_", " "), ranks, [start["start_s"][phase] for start in of_units], style, marker)
-        for phase, (style, marker) in zip(phases, cycle(_LINES), strict=False)
-    ]
-    heading = "seconds" + (f", {last['units']} units" if last["units"] else "")
-    plot = Plot("start", title, partial(plots.curves, [[Panel(heading, curves)]], "ranks"))
-    # Short, since a terminal has 100 columns.
-    headings = [phase.removeprefix("first_").removesuffix("s") for phase in phases]
-    table = Table("", ["ranks", "units", *headings, "MiB"], rows)
-    subtitle = [f"{cores} cores, {result['steps']} steps" + (f", {result['config']}" if result["config"] else "")]
-    return _benchmark_report(result, title, subtitle, [Figure(plot, caption, [table])])
-
-
 def _transport(result: Mapping[str, Any]) -> ReportPage:
     sizes = result["sizes"]
     largest = sizes[-1]["all_at_once"]["fetch_copy"]
@@ -299,7 +263,6 @@ def _benchmark_report(
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {
     "schedule": _schedule,
     "simulate": _schedule,
-    "start": _start,
     "train": _train,
     "transport": _transport,
 }

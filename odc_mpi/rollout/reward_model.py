@@ -16,7 +16,7 @@ from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import is_model_directory
-from odc_mpi.models.heads.task import ENDS_WITH_TURN
+from odc_mpi.models.heads import ENDS_WITH_TURN
 
 _SETTING = "rl.reward_funcs"
 

@@ -1,8 +1,8 @@
 """Sampling of several completions per prompt, for several prompts in one decode batch, with `generate` of transformers.
 
-Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers for a completion
-depend on the seed, the step, the prompt and the index of the completion, but not on the rank or on other completions in
-the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield equal tokens.
+The random numbers for a completion depend on the seed, the step, the prompt and the index of the completion, but not on
+the rank or on other completions in the batch. Rounding of logits depends on the batch, so only identical decode batches
+are certain to yield equal tokens.
 
 Each token is sampled with one uniform random number. Its log-probability under the policy at the sampling temperature
 is stored, but the logits are not, so memory does not grow with vocabulary size times length.
@@ -66,12 +66,10 @@ class PromptCompletions(NamedTuple):
 #: Function that is called when all completions of a prompt have ended. Its arguments are the index of the prompt in the
 #: decode batch and the completions.
 OnPromptDone = Callable[[int, PromptCompletions], None]
-#: Function that samples completions: `sample`, or a function of an inference engine with the same arguments.
-SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
 
 
 def sample(
-    module: transformers.PreTrainedModel,
+    module: Any,
     prompts: Sequence[Prompt],
     sampling: RolloutSamplingParams,
     on_prompt_done: OnPromptDone,

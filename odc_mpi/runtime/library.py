@@ -17,7 +17,7 @@ _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 def library_name(version: str) -> str:
-    """Shorten the result of MPI_Get_library_version to the name and version number, such as "Open MPI v5.0.11"."""
+    """Shorten the result of MPI_Get_library_version, such as to "Open MPI v5.0.11"."""
     words = re.sub(r"(?i)^MPI VERSION\s*:|\bversion\b\s*:?|,", " ", version.split("\n")[0]).split()
     end = next((i for i, word in enumerate(words) if re.match(r"v?\d", word)), len(words) - 1)
     return " ".join(words[: end + 1])

@@ -36,9 +36,8 @@ from odc_mpi.shard.modules import (
 )
 from odc_mpi.shard.optim import clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
-from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases
+from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases, Usage
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
-from odc_mpi.shard.usage import Usage
 
 
 class ShardedModel:
@@ -85,7 +84,7 @@ class ShardedModel:
         check_shardable(module, parts, has_weights=weights is not None)
         # Otherwise, windows of different sizes could be accessed out of bounds.
         tensors = describe_tensors(module, parts, dtypes or {}, transport.parameters.dtype)
-        transport.group.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
+        transport.group.world.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
         self.module, self._transport = module, transport
         self.device = transport.device
         self.spans = SpanRecorder()
@@ -108,7 +107,7 @@ class ShardedModel:
         self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic, self._gradient_format)
         self._resources.callback(self._pusher.close)
-        self.usage = Usage(transport, self.spans, self._pusher)
+        self.usage = Usage(transport, self.spans, self._pusher.buffers)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
         saved = SavedTensorHooks(self._unsharded)
         with self.spans.span("weights"):
@@ -186,7 +185,7 @@ class ShardedModel:
         minibatch = MinibatchStats((*names, *TRAFFIC))
         # Without try, because this rank must not enter the collective after an exception in the enclosed code.
         yield minibatch
-        self._transport.group.set_status("completing its fetches and pushes")
+        self._transport.group.world.set_status("completing its fetches and pushes")
         # Before the collective, because after it, owners may write to their shards while a fetch in flight still reads.
         self._unsharded.reshard_all()
         self._unsharded.fetch_allowed = False

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.chunks import SequenceSplit
+from odc_mpi.data.plan.balance import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from odc_mpi.api import decide_for, shard_model
-from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.device.device import find_device
@@ -44,6 +43,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.throughput import ThroughputMetrics
@@ -54,12 +54,9 @@ from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
-from odc_mpi.training.damage import DamageFoundError
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
-from odc_mpi.training.exact.exponents import ExponentCallback
-from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
+from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.islands.build import (
     build_outer_loop,
@@ -68,7 +65,9 @@ from odc_mpi.training.islands.build import (
     resume_weights,
     use_outer_parameters,
 )
+from odc_mpi.training.islands.state import make_training_state
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
+from odc_mpi.training.nonfinite import NonFiniteReport, NonFiniteStepLimit
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
@@ -83,9 +82,9 @@ from odc_mpi.training.rundir.resume import (
     report_already_complete,
 )
 from odc_mpi.training.settings import Config, dump
-from odc_mpi.training.source import DatasetSource, FitCostModel
+from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
-from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
+from odc_mpi.training.update import Update, make_optimizer
 
 
 def train(
@@ -347,7 +346,8 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
 def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
     if config.run.objective != "sft":
         return []
-    return [LossEvaluator(config.run, model, *each) for each in held_out_pass(config, world, model, inputs)]
+    held_out = held_out_pass(config, world, model, inputs)
+    return [LossEvaluator(config.run, model, held_out, TokenLogps(model.module))] if held_out else []
 
 
 def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.models.attention_names import unsupported_reason
+from odc_mpi.models.configuration import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import (
     CommSettings,
@@ -29,8 +29,7 @@ from odc_mpi.training.islands.settings import IslandsConfig, check_islands
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
 from odc_mpi.training.parsing.aliases import ALIASES
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
-from odc_mpi.training.rl.settings import GRPOConfig, check_rl
-from odc_mpi.training.setting_types import (
+from odc_mpi.training.parsing.setting_types import (
     NAMES,
     NON_EMPTY_NAMES,
     NOT_NEGATIVE,
@@ -43,6 +42,7 @@ from odc_mpi.training.setting_types import (
     format_value,
     type_signature,
 )
+from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 
 #: Width of the help text, and indentation of the descriptions.
 _WIDTH, _INDENT = 100, 34

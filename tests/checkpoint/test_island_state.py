@@ -14,13 +14,13 @@ from test_export import FAMILIES, metadata
 
 from odc_mpi.checkpoint.commands import digest_line, show_lines, verify
 from odc_mpi.checkpoint.export import export
-from odc_mpi.checkpoint.island_state import IslandTrainingState, own_prefix
 from odc_mpi.checkpoint.manifest import shard_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.models import build as models
 from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.islands.state import IslandTrainingState, own_prefix
 
 STEP = "step_00000002"
 #: Each island's step of its optimizer.

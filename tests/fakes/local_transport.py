@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, Transport
 from odc_mpi.comm.work import FetchWork, Work
 
 
@@ -55,7 +56,8 @@ class LocalTransport(Transport, Group):
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._group = group
-        self.rank, self.size = rank, group.size
+        self.world = self.island = self
+        self.rank, self.size, self.node_ranks = rank, group.size, range(group.size)
         self.layouts: tuple[FlatLayout, ...] = ()
         stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
         super().__init__(self, *stores, [LocalShards(self)], thread_safe=self.thread_safe, one_sided=self.one_sided)

@@ -24,11 +24,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "launch"), str(HERE.parent / "fakes")]  # for a run by hand
-import crash_soak  # noqa: E402
 import mpi_launch  # noqa: E402
 import two_hosts  # noqa: E402
 from processes import descendants  # noqa: E402
-from small_run import losses  # noqa: E402
+from small_run import last_step, losses, write_config, write_data  # noqa: E402
 
 from odc_mpi.checkpoint.commands import verify  # noqa: E402
 
@@ -219,7 +218,8 @@ def endure(directory, num_faults, seed):
     Raises:
         AssertionError: A run ended in another way than with a line that names the rank, or did not end.
     """
-    runs, config, series = [], crash_soak._config(directory), SERIES[seed % len(SERIES)]
+    runs, series = [], SERIES[seed % len(SERIES)]
+    config = write_config(write_data(directory / "small.h5"), directory)
     starts = [(*series.settings, *islands) for islands in series.starts]
     try:
         _inflict_all(runs, config, starts, num_faults, seed)
@@ -227,7 +227,7 @@ def endure(directory, num_faults, seed):
             runs[-1].wait_until(lambda: runs[-1].step)
             os.kill(runs[-1].ranks()[0], signal.SIGUSR1)
             assert runs[-1].finish() == 75, f"seed {seed}: {runs[-1].text}"
-        steps = crash_soak._last_step(directory / "run") + STEPS_LEFT
+        steps = last_step(directory / "run") + STEPS_LEFT
         one = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.dir", directory / "alone")
         islands = ("--islands.by", 1) if series.ranks_alone else ()
         alone = mpi_launch.start(series.ranks_alone, *one, *SETTINGS, *starts[0], *islands)

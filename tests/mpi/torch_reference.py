@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import transformers
 
 from odc_mpi.models import build
-from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, task_of
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, task_of
 from odc_mpi.shard.optim import schedule_factor
 
 

@@ -273,18 +273,18 @@ def test_complete_settings_need_no_probe():
 
 def test_gpus_have_windows_that_are_mapped_unless_their_memory_or_a_setting_is_against_it():
     for settings in (CommSettings(), CommSettings(window_device="cuda"), CommSettings(reduction="mailbox")):
-        made = decide(report(other_node=None), settings, on_device=True, maps_devices=True)
+        made = decide(report(other_node=None), settings, on_device=True, mapping_error="")
         assert made.maps_devices and choices(made) == ("map", "off", "mailbox", "thread", "cuda")
     full = "the shards of rank 1 need 9G"
-    little = decide(report(other_node=None), on_device=True, maps_devices=True, device_objection=full)
+    little = decide(report(other_node=None), on_device=True, mapping_error="", device_objection=full)
     assert (little.window_device.value, little.window_device.reason) == ("cpu", full)
-    for error, text in (("no CuPy", f"{RUN_DOCTOR}; no CuPy"), ("", RUN_DOCTOR)):
+    for error, text in (("no CuPy", f"{RUN_DOCTOR}; no CuPy"), (None, RUN_DOCTOR)):
         assert decide(report(), on_device=True, mapping_error=error).window_device.reason.endswith(text)
     alone = decide(report(None, None), on_device=True, device_objection=full)
     assert alone.window_device.value == "cpu"
     forced = decide(
-        report(), CommSettings(window_device="cuda"), on_device=True, maps_devices=True, device_objection=full
+        report(), CommSettings(window_device="cuda"), on_device=True, mapping_error="", device_objection=full
     )
     assert forced.maps_devices
     for settings in (CommSettings(window_device="cpu"), CommSettings(reduction="accumulate")):
-        assert not decide(report(), settings, on_device=True, maps_devices=True).maps_devices
+        assert not decide(report(), settings, on_device=True, mapping_error="").maps_devices

@@ -356,7 +356,7 @@ def user_error(capsys, *arguments):
         ("", "JSON"),
         ("[1, 2]", "got other JSON"),
         ('{"loss": 1}', "got other JSON"),
-        ('{"benchmark": "baking"}', "schedule or simulate or start or train or transport, got output of baking"),
+        ('{"benchmark": "baking"}', "schedule or simulate or train or transport, got output of baking"),
         ('{"benchmark": "schedule"}', "scenario"),
         ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
         ('{"benchmark": "transport", "sizes": []}', "transport"),

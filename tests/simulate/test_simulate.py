@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
-from odc_mpi.data.plan.balance import Plan
-from odc_mpi.data.plan.chunks import SequenceSplit
+from odc_mpi.data.plan.balance import Plan, SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.simulate.events import (
     SimulatedTiming,

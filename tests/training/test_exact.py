@@ -8,9 +8,13 @@ import torch
 
 from odc_mpi.errors import UserError
 from odc_mpi.shard.gradient_format.fixed_point import FIRST_EXPONENT, FixedPointGradients
-from odc_mpi.training.exact.exponents import ExponentCallback
-from odc_mpi.training.exact.numerics import numerics_differences, numerics_fingerprint
-from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
+from odc_mpi.training.exact import (
+    ExponentCallback,
+    apply_exact_settings,
+    deterministic_algorithms,
+    numerics_differences,
+    numerics_fingerprint,
+)
 from odc_mpi.training.settings import load
 
 MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]

@@ -13,8 +13,14 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
-from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
-from odc_mpi.training.objectives.pair_losses import PairLogps, pair_loss, pair_statistics
+from odc_mpi.training.objectives.dpo import (
+    AnswerLogps,
+    AnswerScores,
+    DPOObjective,
+    PreferenceScorer,
+    pair_loss,
+    pair_statistics,
+)
 from odc_mpi.training.pairs.settings import DPOConfig
 
 # Of the libraries of TRL.
@@ -55,8 +61,8 @@ def test_losses_and_their_gradients_are_the_formulas(name, smoothing):
     policy.requires_grad_()
     lengths = torch.randint(1, 9, (5, 2))
     mean_length = lengths[:, 0].double().mean().item()
-    pairs = PairLogps(policy, reference, lengths, mean_length)
-    found = pair_loss(DPOConfig(0.3, name, label_smoothing=smoothing), pairs)
+    pairs = (policy - reference, AnswerScores(policy, lengths, torch.zeros(()), None), mean_length)
+    found = pair_loss(DPOConfig(0.3, name, label_smoothing=smoothing), *pairs)
     (gradient,) = torch.autograd.grad(found.sum(), policy, retain_graph=True)
     for i in range(5):
 
@@ -72,14 +78,14 @@ def test_losses_and_their_gradients_are_the_formulas(name, smoothing):
             for h, k in ((1e-4, 0), (0, 1e-4))
         ]
         assert gradient[i].tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
-    both = pair_loss(DPOConfig(0.3, [name, "sft"], [2.0, 0.5], label_smoothing=smoothing), pairs)
+    both = pair_loss(DPOConfig(0.3, [name, "sft"], [2.0, 0.5], label_smoothing=smoothing), *pairs)
     torch.testing.assert_close(both, 2 * found - 0.5 * policy[:, 0] / mean_length, rtol=1e-12, atol=0)
 
 
 def test_statistics_have_the_names_of_trl():
     policy, reference = [[-3.0, -5.0], [-9.0, -4.0], [-1.0, -2.0]], [[-4.0, -4.0], [-8.0, -4.0], [-1.0, -2.0]]
-    pairs = PairLogps(*(torch.tensor(logps).double() for logps in (policy, reference)), torch.ones(3, 2), 1.0)
-    assert pair_statistics(DPOConfig(0.5), pairs).tolist() == [
+    policy, reference = (torch.tensor(logps).double() for logps in (policy, reference))
+    assert pair_statistics(DPOConfig(0.5), policy - reference, policy).tolist() == [
         [0.5, -0.5, 1, -3, -5],
         [-0.5, 0, 0, -9, -4],
         [0, 0, 0.5, -1, -2],

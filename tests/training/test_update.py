@@ -8,8 +8,9 @@ import torch
 
 from odc_mpi.errors import TrainingError
 from odc_mpi.observe.callback import Step
+from odc_mpi.training.nonfinite import NonFiniteStepLimit
 from odc_mpi.training.settings import OptimConfig, RunConfig
-from odc_mpi.training.update import NonFiniteStepLimit, Update
+from odc_mpi.training.update import Update
 
 
 def feed_limit(limit, *skipped):

@@ -15,8 +15,7 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool, copy_host, empty_host
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import Window, align_up
-from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.comm.windows.rma import SharedWindow, Window, align_up
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 

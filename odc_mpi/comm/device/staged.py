@@ -118,15 +118,6 @@ class StagedParameters(ParameterStore):
         return self._inner.shard(index)
 
     @override
-    @property
-    def node_cache_bytes(self) -> int:
-        return self._inner.node_cache_bytes
-
-    @override
-    def take_shared_fetches(self) -> list[int]:
-        return self._inner.take_shared_fetches()
-
-    @override
     def record_event(self, buffer: torch.Tensor) -> None:
         self._events.set(buffer, self._device.record_event())
 

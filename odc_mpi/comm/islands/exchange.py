@@ -26,7 +26,7 @@ from typing_extensions import override
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
-from odc_mpi.comm.shard_storage import Exchange
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, messages
 from odc_mpi.comm.work import Work
@@ -34,7 +34,7 @@ from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
 
-class IslandExchange(Exchange):
+class IslandExchange(ShardStorage):
     """Component of a transport that exchanges gradients and parameters between islands.
 
     `parameters` and `gradients` hold this rank's shards of the island's arrays. The ranks in this rank's column (see
@@ -44,6 +44,9 @@ class IslandExchange(Exchange):
         parameters: The island's parameter store, in host memory.
         gradients: The island's gradient store, in host memory.
         sums: The column's gradient store, not yet allocated. Its shards receive the sums over all islands.
+
+    Attributes:
+        wait_s: Total time that this rank has spent in `flush` and `publish`, in seconds.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class IslandExchange(Exchange):
         sums: WindowGradientStore,
     ) -> None:
         self._islands, self._parameters, self._gradients, self._sums = islands, parameters, gradients, sums
+        self.wait_s = 0.0
         self._has_sent_frozen = False
         self._num_minibatches = 0
         # Indices of the arrays that this rank has not yet finished, and of those not yet pushed, in this minibatch.
@@ -78,17 +82,17 @@ class IslandExchange(Exchange):
         self._counters = Window(self._islands.island, len(self.layouts), torch.int64)
         self._counts = self._counters.tensor.numpy()
 
-    @override
     def parameter_shard(self, index: int) -> torch.Tensor:
+        """Return the parameters of array `index` that this rank owns, without copying them."""
         numel = self.layouts[index].shard_numel // self._islands.size
         return self._parameters.shard(index)[self._islands.index * numel :][:numel]
 
-    @override
     def gradient_shard(self, index: int) -> torch.Tensor:
+        """Return the gradients of these parameters, summed over all islands, without copying them."""
         return self._sums.shard(index)
 
-    @override
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
+        """Return the bytes of parameters received from, and of gradients pushed to, each rank of other islands."""
         received, pushed = Counter[int](), Counter[int]()
         for index in self.trainable_numels:
             for other, rank in enumerate(self._islands.column_ranks):
@@ -97,8 +101,11 @@ class IslandExchange(Exchange):
                     pushed[rank] += self._owned(index, other)[1] * self._sums.dtype.itemsize
         return received, pushed
 
-    @override
     def finish(self, indices: Iterable[int]) -> Work:
+        """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
+
+        Also pushes the arrays that all ranks in the island have finished to their owners. `flush` finishes the others.
+        """
         self._finish(self._unfinished.intersection(indices))
         return Work()
 

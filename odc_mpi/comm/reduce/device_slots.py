@@ -18,8 +18,7 @@ from typing_extensions import override
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.kernels.native import Segment
 from odc_mpi.comm.reduce.slots import HostSlots, Slot
-from odc_mpi.comm.windows.device_window import DeviceWindow
-from odc_mpi.comm.windows.mapped_device_window import MappedDeviceWindow
+from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.rma import Memory, Window, as_mpi_buffer
 from odc_mpi.runtime.world import World
 

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import ALIGNMENT, MAX_MESSAGE_NUMEL, Memory, align_up
-from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.comm.windows.rma import ALIGNMENT, MAX_MESSAGE_NUMEL, Memory, SharedWindow, align_up
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World

@@ -32,8 +32,7 @@ from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Access, ParameterStore
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import align_up
-from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.comm.windows.rma import SharedWindow, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
 
@@ -48,12 +47,14 @@ class NodeCache(ShardStorage, ParameterStore):
     """
 
     access = Access.NODE
+    #: Size in bytes of this rank's share of the cache, once it is planned.
+    rank_bytes = 0
 
     def __init__(self, inner: WindowParameters) -> None:
         super().__init__(inner.dtype)
         self._inner, self._world = inner, inner.world
         self._arrays: list[torch.Tensor] = []
-        self._rank_bytes, self._version = 0, 1
+        self._version = 1
         self._shared_fetches: list[int] = []
 
     @override
@@ -61,13 +62,13 @@ class NodeCache(ShardStorage, ParameterStore):
         super().plan(layouts)
         sizes = (x.num_owners * x.shard_numel * self.dtype_of(index).itemsize for index, x in enumerate(layouts))
         *self._starts, num_bytes = accumulate(sizes, initial=0)
-        self._rank_bytes = align_up(-(-num_bytes // self._world.local_size))
-        return self._rank_bytes + torch.int64.itemsize * len(layouts)
+        self.rank_bytes = align_up(-(-num_bytes // self._world.local_size))
+        return self.rank_bytes + torch.int64.itemsize * len(layouts)
 
     @override
     def allocate(self) -> None:
         self._node = self._world.split("node")
-        self._memory = SharedWindow(self._node, self._rank_bytes, torch.uint8)
+        self._memory = SharedWindow(self._node, self.rank_bytes, torch.uint8)
         self._words = SharedWindow(self._node, len(self.layouts), torch.int64)
         # Only the words of rank 0 on the node are used.
         self._state = self._words.node_view(0, torch.int64, len(self.layouts)).numpy()
@@ -98,11 +99,6 @@ class NodeCache(ShardStorage, ParameterStore):
         return self._inner.shard(index)
 
     @override
-    @property
-    def node_cache_bytes(self) -> int:
-        return self._rank_bytes
-
-    @override
     def acquire_buffer(self, index: int) -> torch.Tensor:
         return self._arrays[index][:]
 
@@ -119,8 +115,8 @@ class NodeCache(ShardStorage, ParameterStore):
         self._shared_fetches.append(index)
         return Work(partial(self._wait, index))
 
-    @override
     def take_shared_fetches(self) -> list[int]:
+        """Return the array index of each fetch since the last call that the cache served without a transfer."""
         taken, self._shared_fetches = self._shared_fetches, []
         return taken
 

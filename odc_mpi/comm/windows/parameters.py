@@ -7,7 +7,7 @@ equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetch
 one, since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -22,13 +22,12 @@ from odc_mpi.comm.transport import Access, ParameterStore
 from odc_mpi.comm.windows.rma import (
     CAN_DETACH_STORAGE,
     Message,
+    SharedWindow,
     Window,
-    WindowFactory,
     as_mpi_buffer,
     deferred_flush,
     messages,
 )
-from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
@@ -51,12 +50,12 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameter store with its shards in an MPI window created by `kind`.
+    """Parameter store with its shards in an MPI window, which `kind` creates as the constructor of `Window` would.
 
     A fetch returns a view if all ranks are on one node and map each other's shards, and a copy otherwise.
     """
 
-    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, kind: Callable[..., Window] = SharedWindow) -> None:
         super().__init__(dtype)
         self.world = world
         self._kind = kind
@@ -71,11 +70,11 @@ class WindowParameters(ShardStorage, ParameterStore):
         super().plan(layouts)
         sizes = (layout.shard_numel * self.dtype_of(index).itemsize for index, layout in enumerate(layouts))
         *self._starts, num_bytes = accumulate(sizes, initial=0)
-        return num_bytes if self._kind.on_host else 0
+        return num_bytes
 
     @override
     def allocate(self) -> None:
-        self._window: Window = self._kind.create(self.world, self.shard_bytes, torch.uint8)
+        self._window = self._kind(self.world, self.shard_bytes, torch.uint8)
         arrays = [(start, self.dtype_of(i), self.layouts[i].shard_numel) for i, start in enumerate(self._starts)]
         if isinstance(self._window, SharedWindow) and self.world.num_nodes == 1:
             # In the node's memory, the shards of an array are contiguous.

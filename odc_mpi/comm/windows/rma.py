@@ -1,8 +1,8 @@
 """MPI windows: memory on every rank that other ranks access by RMA operations.
 
     Window         `Win.Allocate`
-    SharedWindow   `Win.Allocate_shared` (`comm.windows.shared_window`): ranks on the same node map each other's
-                   memory; ranks on other nodes read it with MPI_Get
+    SharedWindow   `Win.Allocate_shared`: ranks on the same node map each other's memory; ranks on other nodes read it
+                   with MPI_Get
     DeviceWindow   device memory (`comm.windows.device_window`)
 
 A window has a single passive-target epoch, `Lock_all(MODE_NOCHECK)`, from its creation until it is freed (MPI-4.1,
@@ -12,7 +12,6 @@ Open MPI, a Get within a node waits until the target calls MPI if `Win.Create` m
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
@@ -228,20 +228,40 @@ class Window:
             )
 
 
-@dataclass(frozen=True)
-class WindowFactory:
-    """Factory for windows of one kind.
+class SharedWindow(Window):
+    """Window whose zero-filled shards, `[numel]` per rank, are mapped by all ranks on the same node.
 
-    Attributes:
-        create: Collective function that creates a window, with the same signature as `Window`.
-        on_host: True if the windows are in host memory.
+    Construction is collective. `numel` must be the same on all ranks. The shards on a node are contiguous in memory, in
+    the order of the ranks (MPI-4.1, 12.2.3).
     """
 
-    create: Callable[..., Any]
-    on_host: bool = True
+    @override
+    def _make(
+        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
+    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
+        num_bytes = numel * dtype.itemsize
+        wins = [MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)]
+        shards = [wins[0].Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
+        if world.num_nodes > 1:
+            wins.insert(0, MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm))
+        self._node_memory = MPI.memory.fromaddress(shards[0].address, num_bytes * world.local_size)
+        tensors = [torch.frombuffer(shard, dtype=dtype, count=numel) for shard in shards]
+        return wins, dict(zip(world.node_ranks, tensors, strict=True))
 
+    @property
+    @override
+    def mapped_memory(self) -> torch.Tensor:
+        return torch.frombuffer(self._node_memory, dtype=torch.uint8)
 
-HOST_WINDOW = WindowFactory(Window)
+    def node_view(self, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return a view of the memory of all shards on the node, `[numel]` of `dtype`, beginning at byte `start`.
+
+        Each view has its own storage. If `CAN_DETACH_STORAGE` is True, a view that is still referenced when the window
+        is freed keeps a copy of its elements.
+        """
+        view = torch.frombuffer(self._node_memory, dtype=dtype, count=numel, offset=start)
+        self._views.append(view)
+        return view
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:

@@ -12,7 +12,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.training.dry_run.memory import MemoryPart, estimate_memory
-from odc_mpi.training.exact.required_settings import apply_exact_settings
+from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.run import resolve_steps

@@ -20,15 +20,16 @@ import torch
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.observe.callback import MicrobatchResult, Step
+from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
-from odc_mpi.training.rl.metrics import GroupSums
 from odc_mpi.training.rl.settings import GRPOConfig
 
 #: Function that returns log-probabilities of a microbatch's target tokens under the reference policy, float32 `[K]`.
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
+#: Bound for `round_for_exact_sum`: sums are exact as long as they are below 2**8 times this number.
+_MAX_SUMMAND = 2.0**16
 
 
 class GRPOObjective(Objective):
@@ -38,13 +39,13 @@ class GRPOObjective(Objective):
     `reference_logps` is required unless `rl.beta` is 0.
     """
 
+    gathered_names = ("trained_tokens", "grpo_loss", "logp_difference", "logp_difference_max", "grpo_kl")
+
     def __init__(
         self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None
     ) -> None:
         self._token_logps = TokenLogps(module)
         self._rl, self._reference_logps = rl, reference_logps
-        self._sums = GroupSums(("grpo_loss", "grpo_kl", "logp_difference"), num_groups)
-        self.gathered_names = ("trained_tokens", "logp_difference_max", *self._sums.gathered_names)
         max_completions = num_groups * rl.num_generations
         self.loss_normalizer = loss_normalizer(
             rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
@@ -52,9 +53,7 @@ class GRPOObjective(Objective):
 
     def on_step_begin(self, step: Step) -> None:
         """Reset all sums for this step."""
-        self._sums.reset()
-        self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
-        self._largest_difference, self._num_tokens = 0.0, 0
+        self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
@@ -81,15 +80,15 @@ class GRPOObjective(Objective):
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
         """Add the loss and the statistics of a microbatch to those of this step."""
         difference, largest_difference, *kl = result.statistics
-        self._num_tokens += result.microbatch.num_tokens
-        self._largest_difference = max(self._largest_difference, largest_difference)
-        values = {"grpo_loss": result.loss, "logp_difference": difference} | dict(zip(["grpo_kl"], kl, strict=False))
-        for name, value in values.items():
-            self._add(name, result.microbatch, value)
+        values = self._values
+        values["trained_tokens"] += result.microbatch.num_tokens
+        values["logp_difference_max"] = max(values["logp_difference_max"], largest_difference)
+        for name, value in (("grpo_loss", result.loss), ("logp_difference", difference), ("grpo_kl", sum(kl))):
+            values[name] += round_for_exact_sum(value, _MAX_SUMMAND)
 
     def local_values(self) -> tuple[float, ...]:
         """Return this rank's values, in the order of `gathered_names`."""
-        return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
+        return tuple(self._values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Compute `loss_normalizer` from the counts of all ranks, and add the loss and other metrics to the step."""
@@ -97,16 +96,12 @@ class GRPOObjective(Objective):
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
         step.metrics |= {
-            "loss": self._sums.total(gathered, "grpo_loss") / self.loss_normalizer,
-            "sampling/sampling_logp_difference/mean": self._sums.total(gathered, "logp_difference") / tokens,
+            "loss": gathered.sum("grpo_loss") / self.loss_normalizer,
+            "sampling/sampling_logp_difference/mean": gathered.sum("logp_difference") / tokens,
             "sampling/sampling_logp_difference/max": float(gathered.per_rank("logp_difference_max").max()),
         }
         if self._reference_logps is not None:
-            step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
-
-    def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a microbatch's value to the sum for its first prompt. In an exact run, it has only one prompt."""
-        self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
+            step.metrics["kl"] = gathered.sum("grpo_kl") / tokens
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from odc_mpi.data.dataset.reader import Dataset
@@ -18,7 +16,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
-from odc_mpi.training.objectives.reward import AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
 from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
@@ -63,26 +61,22 @@ def build_dpo(
     def model_digest() -> str:  # without `inputs`, whose files are closed before the training
         return hashlib.sha256(f"{weights_digest()}{settings}".encode()).hexdigest()
 
-    def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
-        return loader.upcoming_indices(config.run.steps - completed_steps)
-
     loader, held_out = inputs.sequence_loader, held_out_pass(config, world, model, inputs)
     training = ForwardPass(config, world, model, inputs, inputs.dataset)
-    passes: list[tuple[ForwardPass, NeededPairs]] = [(training, needed_for_training)]
-    passes += [(forward_pass, _always(indices)) for forward_pass, indices in held_out]
+    passes: list[tuple[ForwardPass, NeededPairs]] = [
+        (training, lambda completed_steps: loader.upcoming_indices(config.run.steps - completed_steps))
+    ]
+    if held_out:
+        passes.append((held_out, lambda _: held_out.eval_indices))
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
     reference = ReferenceLogps(world, compute, passes, directories, model_digest, check_stop)
+    scorers = [PreferenceScorer(answer_logps, config.dpo, values) for values in reference.values]
     callbacks: list[Callback] = [reference]
-    for each in held_out:
-        scorer = PreferenceScorer(answer_logps, config.dpo, reference.evaluation)
-        callbacks.append(PreferenceEvaluator(config.run, model, *each, scorer))
-    return DPOObjective(PreferenceScorer(answer_logps, config.dpo, reference.training)), callbacks
-
-
-def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
-    return lambda completed_steps: indices
+    if held_out:
+        callbacks.append(PreferenceEvaluator(config.run, model, held_out, scorers[1]))
+    return DPOObjective(scorers[0]), callbacks
 
 
 def build_reward(
@@ -93,6 +87,7 @@ def build_reward(
     The model is set to evaluation mode, which disables dropout, as in TRL.
     """
     model.eval()
-    scorer = RewardScorer(AnswerRewards(model.module, inputs.model.packing.packs), config.reward)
+    scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
     held_out = held_out_pass(config, world, model, inputs)
-    return RewardObjective(scorer), [RewardModelEvaluator(config.run, model, *each, scorer) for each in held_out]
+    callbacks: list[Callback] = [RewardModelEvaluator(config.run, model, held_out, scorer)] if held_out else []
+    return RewardObjective(scorer), callbacks

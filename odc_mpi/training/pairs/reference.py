@@ -46,6 +46,7 @@ class ReferenceLogps(Callback):
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
 
     Attributes:
+        values: Log-probabilities of all pairs in the data set of each pass, float64 `[pairs, 2]`; NaN if not computed.
         model_digest: Digest of the reference model. Unless it was restored, it is None until `on_train_begin`.
     """
 
@@ -63,17 +64,7 @@ class ReferenceLogps(Callback):
         self._compute_digest, self._check_stop = compute_digest, check_stop
         self.model_digest: str | None = None
         sizes = [len(forward_pass.dataset) for forward_pass, _ in passes]
-        self._values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
-
-    @property
-    def training(self) -> torch.Tensor:
-        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`; NaN where not computed."""
-        return self._values[0]
-
-    @property
-    def evaluation(self) -> torch.Tensor:
-        """Log-probabilities of all pairs in the held-out data, which must exist, float64 `[pairs, 2]`."""
-        return self._values[1]
+        self.values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Load the stored log-probabilities. Before the first step, compute and store the missing ones. Collective.
@@ -84,7 +75,7 @@ class ReferenceLogps(Callback):
             self.model_digest = self._compute_digest()
         self._load()
         missing = []
-        for (_, find_needed), values in zip(self._passes, self._values, strict=True):
+        for (_, find_needed), values in zip(self._passes, self.values, strict=True):
             needed = find_needed(completed_steps)
             missing.append(needed[values[needed, 0].isnan().numpy()])
         num_missing = sum(map(len, missing))
@@ -97,7 +88,7 @@ class ReferenceLogps(Callback):
                 "and data.eval_sequences as before, or set run.resume to never to start over"
             )
         began = time.perf_counter()
-        for (forward_pass, _), values, indices in zip(self._passes, self._values, missing, strict=True):
+        for (forward_pass, _), values, indices in zip(self._passes, self.values, missing, strict=True):
             self._compute_missing(forward_pass, values, indices)
         if self._world.rank == 0:
             elapsed_s = time.perf_counter() - began
@@ -126,7 +117,7 @@ class ReferenceLogps(Callback):
         """Return the log-probabilities of each data set, keyed by the digests of the model and of the data set."""
         return {
             f"{self.model_digest}_{forward_pass.dataset.digest()}": values
-            for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
+            for (forward_pass, _), values in zip(self._passes, self.values, strict=True)
         }
 
     def _load(self) -> None:
@@ -134,7 +125,7 @@ class ReferenceLogps(Callback):
         if self._world.rank == 0:
             for directory in self._directories:
                 self._read(directory / FILE)
-        for values in self._values:
+        for values in self.values:
             self._world.broadcast(values)
 
     def _read(self, path: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
 from odc_mpi.training.parsing import aliases
-from odc_mpi.training.setting_types import Setting, format_value, is_verbatim, type_name, union_members, validate_value
+from odc_mpi.training.parsing.setting_types import (
+    Setting,
+    format_value,
+    is_verbatim,
+    type_name,
+    union_members,
+    validate_value,
+)
 
 COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 #: Similarity, from 0 to 1, above which a name is suggested for an unknown one.

@@ -43,7 +43,7 @@ def build_grpo(
     model.eval()
     reference_logps = make_reference_logps(config, world, model, decision) if rl.beta else None
     packs = inputs.model.packing.packs
-    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, reward_functions, packs=packs)
+    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, reward_functions, packs)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, reward_functions))

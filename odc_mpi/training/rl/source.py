@@ -36,7 +36,7 @@ from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.rewards import GroupRewards, RewardFunction, compute_rewards
-from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, SampleFn, sample
+from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import MinibatchSource
@@ -55,7 +55,7 @@ class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed, and appended to completions.jsonl with their
-    rewards. `engine` is a function that samples completions. If `packs` is False, each microbatch has one completion.
+    rewards. If `packs` is False, each microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -83,13 +83,12 @@ class RolloutSource(MinibatchSource):
         prompts: PromptDataset,
         loader: PromptLoader,
         reward_functions: list[RewardFunction],
-        engine: SampleFn = sample,
-        packs: bool = True,
+        packs: bool,
     ) -> None:
         self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
         self._exact, self._packs = config.run.exact, packs
         self._max_tokens = config.data.max_tokens_per_microbatch
-        self._prompts, self._loader, self._reward_functions, self._engine = prompts, loader, reward_functions, engine
+        self._prompts, self._loader, self._reward_functions = prompts, loader, reward_functions
         self._codec = PromptCodec(prompts)
         num_groups = config.data.minibatch_sequences // config.rl.num_generations
         self._tickets = Tickets(world)
@@ -205,7 +204,7 @@ class RolloutSource(MinibatchSource):
             self._model.activity("generating") as self._note,
             unsharded_if_fits(self._model),
         ):
-            self._engine(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
+            sample(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
         self._metrics.add("generate_s", time.perf_counter() - began)
         return unpublished
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from crash_soak import crash
 from damage import flip
-from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
+from mpi_launch import end_all, finish, odc_mpi, start
 from processes import descendants, is_running
 from small_run import losses, write_config
 
@@ -224,7 +224,5 @@ def test_verify_names_what_is_damaged(trained, tmp_path, capsys):
 
 def test_crashes(tmp_path):
     """The short form of `make soak`'s."""
-    if MPIEXEC is None:
-        pytest.skip("no mpiexec")
     crash(tmp_path, kills=2, seed=3, early_share=0)
     assert losses(tmp_path / "run")

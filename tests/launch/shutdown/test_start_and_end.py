@@ -156,13 +156,13 @@ def test_a_process_alone_leaves_no_name_behind(end):
 @pytest.mark.quick
 @pytest.mark.parametrize("words", ["0", "-1", "soon"])
 def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
-    from odc_mpi.runtime.start import limits
+    from odc_mpi.runtime import ranks
 
     monkeypatch.setenv("ODC_MPI_START_TIMEOUT_S", words)
     before = signal.getsignal(signal.SIGALRM)
-    with limits.start_limit():
+    with ranks.start_limit():
         left, _ = signal.getitimer(signal.ITIMER_REAL)
-        assert limits.START_S - 5 < left <= limits.START_S
+        assert ranks.START_S - 5 < left <= ranks.START_S
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) == before
 

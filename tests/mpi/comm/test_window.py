@@ -16,8 +16,7 @@ from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import parameters, rma
-from odc_mpi.comm.windows.rma import Window
-from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.comm.windows.rma import SharedWindow, Window
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import is_mpich
 

@@ -5,8 +5,7 @@ import torch
 from late_device import LateDevice
 
 from odc_mpi.comm.windows import rma
-from odc_mpi.comm.windows.device_window import DeviceWindow
-from odc_mpi.comm.windows.mapped_device_window import MappedDeviceWindow, mapping_error
+from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow, mapping_error
 from odc_mpi.comm.windows.rma import as_mpi_buffer
 from odc_mpi.errors import AllRanksUserError, UserError
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.generation import run
 from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
 from odc_mpi.generation.load import GenerateArguments
 from odc_mpi.generation.run import generate_all
@@ -186,10 +187,8 @@ def test_a_bad_line_is_named_and_nothing_is_written(world, shared_dir, trained):
     assert not (shared_dir / "no").exists()
 
 
-def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained):
-    def engine(*_):
-        raise AssertionError("generated for nothing")
-
+def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained, monkeypatch):
+    monkeypatch.setattr(run, "generate", lambda *_: pytest.fail("generated for nothing"))
     for out, words in ((shared_dir, "Is a directory"), (shared_dir / "prompts.jsonl" / "out.jsonl", "Not a directory")):
         with pytest.raises(AllRanksUserError, match=f"--out: cannot write {out}: {words}"):
-            generate_all(job(shared_dir, out=out), world, engine)
+            run.generate_all(job(shared_dir, out=out), world)

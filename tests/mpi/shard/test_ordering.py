@@ -9,7 +9,7 @@ from units import Block, assert_nan_is_known_to_all
 
 from odc_mpi.comm import factory
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.group import WorldGroup
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
@@ -17,7 +17,7 @@ from odc_mpi.shard.model import ShardedModel
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
-class Counting(WorldGroup):
+class Counting(Group):
     """Writes down what is called, and when."""
 
     def __init__(self, *arguments, **options):
@@ -48,7 +48,7 @@ class Counting(WorldGroup):
     ids=["accumulate", "accumulate ahead", "mailbox ahead"],
 )
 def counted(world, request, monkeypatch):
-    monkeypatch.setattr(factory, "WorldGroup", Counting)
+    monkeypatch.setattr(factory, "Group", Counting)
     reduction, prefetch = request.param
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))

@@ -10,8 +10,8 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import TrainingError
 from odc_mpi.training import run
 from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.nonfinite import NonFiniteStepLimit
 from odc_mpi.training.run import build_trainer, decide, train
-from odc_mpi.training.update import NonFiniteStepLimit
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 

@@ -1,4 +1,4 @@
-"""Report on a skipped step: the rank, sequence and unit of the first non-finite value.
+"""Skipped steps: the number in a row after which a run ends, and a report on the first non-finite value.
 
 Because a skipped step does not change the parameters, a rank whose loss was not finite can repeat the forward pass of
 the microbatch after the step and check the output of each unit. The other ranks wait for the report. If all losses were
@@ -7,7 +7,7 @@ finite, the unit is found from the gradients that each rank pushed.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,27 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.rundir.records import ANOMALY
+
+
+class NonFiniteStepLimit(Callback):
+    """Ends a run after `max_skipped_steps` skipped steps in a row. A resumed run takes the count from `metadata`."""
+
+    def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
+        self._max_skipped_steps = max_skipped_steps
+        self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the current number of consecutive skipped steps, as the entry `skipped_in_a_row`."""
+        return {"skipped_in_a_row": self._num_consecutive}
+
+    def on_step_end(self, step: Step) -> None:
+        """Count consecutive skipped steps. Raises `TrainingError` on every rank after `max_skipped_steps` of them."""
+        self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
+        if self._num_consecutive >= self._max_skipped_steps:
+            raise TrainingError(
+                f"step {step.number}: the gradient was not finite in {self._num_consecutive} steps in a row, which is "
+                "run.max_skipped_steps: lower optim.learning_rate or check the data"
+            )
 
 
 class NonFiniteReport(Callback):
