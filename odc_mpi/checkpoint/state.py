@@ -160,12 +160,7 @@ class TrainingState:
                 if value is None:
                     continue
                 value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
-                if value.dim() and value.shape != parameter.shape:
-                    raise UserError(
-                        f"{type(self._optimizer).__name__} has state {key} of shape {list(value.shape)} for a slice of "
-                        f"{name} with {parameter.numel()} elements: a checkpoint can hold one number per element, or "
-                        "one number in all"
-                    )
+                assert not value.dim() or value.shape == parameter.shape, f"state {key} of shape {value.shape}"
                 yield f"{prefix}{OPTIMIZER}/{key}", name, value
 
     @cached_property
