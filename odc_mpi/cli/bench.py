@@ -27,12 +27,11 @@ HELP = "benchmark communication, schedules and training"
 
 #: Default values of `--ranks` and `--units` for `bench start`.
 RANKS, UNITS = "2,4,8,16", "8,50"
-#: Function that prints one line about the progress of a benchmark.
 ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """Benchmark subcommand: its help text, a function that adds its options, and a function that runs it."""
+    """Benchmark subcommand."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -51,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the selected benchmark and return the exit code. Collective under mpiexec; otherwise, mpiexec is started."""
-    return BENCHMARKS[arguments.benchmark].run(arguments)
+    try:
+        return BENCHMARKS[arguments.benchmark].run(arguments)
+    except TimeoutError as error:
+        if is_launched():
+            raise
+        print_error(error)
+        return 1
 
 
 def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
@@ -66,17 +71,12 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on all ranks and return the exit code. Collective under mpiexec; otherwise, mpiexec is started.
+    """Call `measure` on all ranks with the module named `module`, the world, and a function that prints progress.
 
-    On each rank, `measure` is called with the module named `module`, the `World`, and a function that prints progress.
-    `ranks` is the number of ranks to start. It defaults to `--ranks` or, if that is not given, to 2.
+    Outside mpiexec, start `ranks` ranks, by default `--ranks` or 2. Returns the exit code.
     """
     if not is_launched():
-        try:
-            return mpiexec.run(ranks or arguments.ranks or 2, arguments.words, timeout_s=arguments.timeout_s)
-        except TimeoutError as error:
-            print_error(error)
-            return 1
+        return mpiexec.run(ranks or arguments.ranks or 2, arguments.words, timeout_s=arguments.timeout_s)
     # Imported late, and MPI last: see `odc_mpi.cli.train`.
     with gc_paused(), mpi_startup():
         benchmark = importlib.import_module(module)
@@ -103,11 +103,11 @@ def _add_transport(parser: argparse.ArgumentParser) -> None:
 
 def _run_transport(arguments: argparse.Namespace) -> int:
     sizes = parse_sizes(arguments.sizes)
-    return _measure_on_ranks(
-        arguments,
-        "odc_mpi.bench.transport",
-        lambda transport, world, progress: transport.measure(world, sizes, arguments.repeats, progress),
-    )
+
+    def measure(transport: Any, world: "World", progress: ProgressPrinter) -> Any:
+        return transport.measure(world, sizes, arguments.repeats, progress)
+
+    return _measure_on_ranks(arguments, "odc_mpi.bench.transport", measure)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -143,18 +143,12 @@ def _run_train(arguments: argparse.Namespace) -> int:
     if is_launched():  # a library that cannot be loaded must fail before MPI starts
         with gc_paused():
             importlib.import_module("odc_mpi.models.build")
-    return _measure_on_ranks(
-        arguments,
-        "odc_mpi.bench.train",
-        lambda train, world, progress: train.measure(
-            world,
-            train.configuration(world, arguments.config, progress),
-            arguments.steps,
-            arguments.repeats,
-            progress,
-            exact=arguments.exact,
-        ),
-    )
+
+    def measure(train: Any, world: "World", progress: ProgressPrinter) -> Any:
+        config = train.configuration(world, arguments.config, progress)
+        return train.measure(world, config, arguments.steps, arguments.repeats, progress, exact=arguments.exact)
+
+    return _measure_on_ranks(arguments, "odc_mpi.bench.train", measure)
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
@@ -186,24 +180,15 @@ def _run_start(arguments: argparse.Namespace) -> int:
     def train(ranks: int, words: Sequence[str]) -> int:
         return mpiexec.run(ranks, ["train", *words], timeout_s=arguments.timeout_s, stdout=subprocess.DEVNULL)
 
-    try:
-        result = start.measure(
-            train, arguments.config, arguments.ranks, arguments.units or _counts(UNITS), make_progress_printer(rank=0)
-        )
-    except TimeoutError as error:
-        print_error(error)
-        return 1
-    print_result(result, arguments.json)
+    units, progress = arguments.units or _counts(UNITS), make_progress_printer(rank=0)
+    print_result(start.measure(train, arguments.config, arguments.ranks, units, progress), arguments.json)
     return 0
 
 
+_SCHEDULE = "windows, collectives and tickets, with sleeps in place of computation"
 BENCHMARKS = {
-    "transport": Benchmark(
-        "fetches and pushes against memcpy, MPI collectives and gloo", _add_transport, _run_transport
-    ),
-    "schedule": Benchmark(
-        "windows, collectives and tickets, with sleeps in place of computation", _add_schedule, _run_schedule
-    ),
+    "transport": Benchmark("fetches and pushes against memcpy, collectives and gloo", _add_transport, _run_transport),
+    "schedule": Benchmark(_SCHEDULE, _add_schedule, _run_schedule),
     "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
     "start": Benchmark("the seconds until the first step by phase, ranks and units", _add_start, _run_start),
 }

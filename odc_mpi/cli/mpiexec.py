@@ -28,9 +28,9 @@ GRACE_S = 10.0
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int | None = None) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks on this node, and wait until they end.
 
-    The ranks inherit this process's standard error. `stdout` is passed to `subprocess.Popen`, which starts mpiexec. On
-    SIGINT or SIGTERM, this function terminates mpiexec and raises KeyboardInterrupt. Returns the exit code of mpiexec
-    or, if a signal killed mpiexec, 128 plus the signal number.
+    `stdout` is passed to `subprocess.Popen`, which starts mpiexec. On SIGINT or SIGTERM, this function terminates
+    mpiexec and raises KeyboardInterrupt. Returns the exit code of mpiexec, or 128 plus the number of the signal that
+    killed it.
 
     Raises:
         UserError: mpiexec is not installed, or `ranks` exceeds the maximum for one node.
