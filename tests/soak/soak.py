@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.tickets import Tickets
