@@ -15,6 +15,7 @@ from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, first_fit, partition, partition_evenly
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
@@ -187,6 +188,16 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
     """Return a variant of the balance strategy `name` that puts one sequence in each microbatch. `cost` is not used."""
     return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
+
+
+def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
+    """Return the balance strategy called `name`. For the other arguments and the errors, see `data.loader.Loader`."""
+    if name not in BALANCE_STRATEGIES:
+        hint = did_you_mean(name, BALANCE_STRATEGIES)
+        raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
+    if not packs:
+        return one_sequence_per_microbatch(name, cost)
+    return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]
 
 
 def plan_islands(
