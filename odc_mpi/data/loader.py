@@ -121,9 +121,7 @@ class ShuffledSampler:
     Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
     The order depends only on the seed, which must be the same on every rank, and the data epoch.
 
-    Args:
-        dataset: Data set, which the caller must close.
-        num_samples: Number of sequences or prompts in a minibatch over all ranks.
+    The caller must close `dataset`. `num_samples` is the number of sequences or prompts in a minibatch over all ranks.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -198,7 +196,7 @@ class Loader(ShuffledSampler):
             minibatch_sequences: Number of sequences in a minibatch over all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
             balance: Name of one of `data.plan.balance.BALANCE_STRATEGIES`.
-            rank: Rank whose microbatches the minibatches yield, from 0 to `size - 1`.
+            rank: Rank whose microbatches the minibatches yield.
             context_parallel: True to plan with `split_longest`, regardless of `balance` and `exact`. Requires `packs`
                 and a single island.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They
