@@ -88,9 +88,6 @@ def test_arrays_hold_trainable_or_frozen_parameters_of_one_dtype() -> None:
     (unit,), layouts = make_units(partition(module, None)[0], 1, {"1.linear.bias": torch.bfloat16})
     names = [[range_.spec.name for range_ in layout.ranges] for layout in layouts]
     assert names == [["0.linear.weight", "1.linear.weight"], ["1.linear.bias"], ["0.linear.bias"]]
-    assert [(layout.trainable, layout.dtype) for layout in layouts] == [
-        (True, None),
-        (True, torch.bfloat16),
-        (False, None),
-    ]
+    assert [layout.trainable for layout in layouts] == [True, True, False]
+    assert [layout.dtype for layout in layouts] == [None, torch.bfloat16, None]
     assert unit.layouts == tuple(layouts)
