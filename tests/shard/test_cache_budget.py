@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, squares, vectors
+from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, sgd, squares, vectors
 from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
@@ -117,7 +117,7 @@ def cases() -> Iterable[Any]:
     frozen = ("layers.1", "layers.3.linear.bias", "first")
     many = vectors(4, WIDTH, microbatches=7)
     yield pytest.param(Stack(5), many, {}, id="plain")
-    yield pytest.param(Stack(5), many, {"mark_last": True}, id="last_marked")
+    yield pytest.param(Stack(5), many, {"mark_last": True, "make_optimizer": sgd, "max_norm": None}, id="last_marked")
     yield pytest.param(Stack(5), many, {"prefetch": 1, "mark_last": True}, id="ahead1")
     yield pytest.param(Stack(5), many, {"prefetch": 2, "activation_checkpointing": True}, id="ahead2_recomputed")
     yield pytest.param(Branches(), skipped, {"prefetch": 1}, id="skipped_and_twice")
