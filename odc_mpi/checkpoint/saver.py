@@ -13,9 +13,9 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,8 +44,7 @@ class BackgroundTask(threading.Thread, Generic[T]):
         del self._function  # with what it captured, such as the copied state
 
 
-@dataclass(frozen=True)
-class _PendingCheckpoint:
+class _PendingCheckpoint(NamedTuple):
     step: int
     writing: BackgroundTask[FileRecord]
     manifest: Manifest | None

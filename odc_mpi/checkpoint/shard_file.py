@@ -16,8 +16,8 @@ of the file are `format`, `version`, `step`, `rank` and `size`.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -39,8 +39,7 @@ _WRITE_BYTES = 1 << 22
 _CHECKSUMS = "checksums"
 
 
-@dataclass(frozen=True)
-class ShardEntry:
+class ShardEntry(NamedTuple):
     """Range of a flattened tensor whose full shape is `shape`, to be stored as the data set `path`.
 
     `values` are the elements from `start` on, contiguous, `[n]`, in the stored type of the torch dtype named `dtype`.
@@ -139,8 +138,7 @@ def checksum_of_file(path: Path) -> FileRecord:
         return FileRecord(os.fstat(file.fileno()).st_size, _checksum_of_rest(file.fileno(), ()))
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """Data set in a file at `offset`. `first_block` is the index of its first checksum in the table."""
 
     dtype: np.dtype

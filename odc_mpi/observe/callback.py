@@ -83,10 +83,8 @@ class Callback:
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Prepare for training. May be collective.
 
-        Args:
-            completed_steps: Number of steps that the run completed before it was resumed; 0 for a new run.
-            metrics: Metrics before the first step, initially only `step`. Callbacks may add metrics, such as those of
-                an evaluation. If any are added, all are written as a line of ``metrics.jsonl``.
+        `completed_steps` is the number of steps that the run completed before it was resumed. `metrics` are initially
+        only `step`. If callbacks add metrics, such as those of an evaluation, a line of ``metrics.jsonl`` is written.
         """
 
     def on_step_begin(self, step: Step) -> None:

@@ -70,8 +70,7 @@ class RankLog:
             logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True
 
 
-def rank_header(world: "World") -> str:
-    """Return the header of this rank's log file."""
+def _header(world: "World") -> str:
     fields = {
         "rank": f"{world.rank} of {world.size}",
         "host": f"{world.hosts[world.rank]}, node {world.node} of {world.num_nodes}",
@@ -121,7 +120,7 @@ def _file(directory: Path, world: "World") -> logging.Handler:
         make_directory(directory)
         path = directory / f"rank-{world.rank:0{len(str(world.size - 1))}}.log"
         with path.open("a", encoding="utf-8") as file:
-            file.write(f"== {rank_header(world)}\n")
+            file.write(f"== {_header(world)}\n")
         handler = logging.FileHandler(path, mode="a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"run.log_dir: expected a directory to write in, got {directory}: {error.strerror}") from error

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -146,14 +146,9 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console for standard output, in terminal mode if `terminal_width` finds a terminal.
-
-    If ``FORCE_COLOR`` is set in the environment, lines are colored even without a terminal. The variable does not
-    enable the progress bar, because a log file cannot show one.
-    """
+    """Return a console for standard output, in terminal mode if `terminal_width` finds a terminal."""
     width = terminal_width()
-    colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
-    return Console(force_terminal=width is not None, width=width or 100, color_system="auto" if width else colors)
+    return Console(force_terminal=width is not None, width=width or 100, color_system="auto" if width else None)
 
 
 def terminal_width() -> int | None:

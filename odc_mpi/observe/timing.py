@@ -13,10 +13,6 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch_stats import TRAFFIC
 from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
-#: Metrics of a run with islands, as means over the ranks: bytes that a rank exchanges with other islands per minibatch,
-#: and seconds that it waits for the other ranks of its island and for exchanges with other islands.
-BETWEEN_ISLANDS, ISLAND_WAIT = "bytes_between_islands", "island_wait_s"
-
 
 class StartReport(Callback):
     """Adds the duration of each startup phase in seconds to the summary, as the maximum over all ranks.
@@ -147,15 +143,16 @@ class TrafficReport(Callback):
 
 
 class IslandMetrics(Callback):
-    """Adds the bytes and waits of the exchange between islands in every minibatch to the metrics.
+    """Adds the bytes that a rank exchanges with other islands in a minibatch, and its waits, as means over the ranks.
 
-    The waits are those at the end of the previous minibatch, because the ranks exchange them with their next report.
+    It waits for the other ranks of its island and for exchanges with other islands. The waits are those at the end of
+    the previous minibatch, because the ranks exchange them with their next report.
     """
 
-    gathered_names = (BETWEEN_ISLANDS, ISLAND_WAIT)
+    gathered_names = ("bytes_between_islands", "island_wait_s")
     summary: ClassVar = {
-        BETWEEN_ISLANDS: SummaryField(BETWEEN_ISLANDS, "per_step"),
-        ISLAND_WAIT: SummaryField(ISLAND_WAIT, "sum"),
+        "bytes_between_islands": SummaryField("bytes_between_islands", "per_step"),
+        "island_wait_s": SummaryField("island_wait_s", "sum"),
     }
 
     def __init__(self, world: World, model: sharded.ShardedModel) -> None:
@@ -174,4 +171,4 @@ class IslandMetrics(Callback):
     def on_train_end(self) -> dict[str, Any]:
         """Return the waits since this start, including those of the last minibatch. Collective."""
         waits_s = self._world.gather_objects(self._usage.island_wait_s - self._start_s)
-        return {ISLAND_WAIT: sum(waits_s) / len(waits_s)}
+        return {"island_wait_s": sum(waits_s) / len(waits_s)}

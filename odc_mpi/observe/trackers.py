@@ -1,13 +1,11 @@
 """Trackers such as TensorBoard, and the callback that sends the metrics of a run to them on rank 0.
 
-Each tracker has a thread, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a
-warning. The tags are those that the callbacks in transformers use, such as `train/loss` and `eval/loss`.
+The trackers are those of accelerate. They write their files to `trackers/` in the run directory, and do not use the
+network unless environment variables of their libraries request it. Each tracker has a thread, which imports its
+library, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a warning.
 
-Trackers write their files to `trackers/` in the run directory. Because a tracker cannot delete points, a resumed run
-starts a new series, to which it first writes the steps before the checkpoint from ``metrics.jsonl``.
-
-The trackers are those of accelerate. They do not use the network unless environment variables of their libraries
-request it. Each library is imported when its tracker starts, in the thread that writes.
+Because a tracker cannot delete points, a resumed run starts a new series, to which it first writes the steps before the
+checkpoint from ``metrics.jsonl``.
 """
 
 import importlib.util
@@ -30,7 +28,6 @@ from odc_mpi.observe.metrics import read_metrics
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-#: Project name for all runs.
 PROJECT = "odc_mpi"
 #: Values of `run.report_to`, named as in accelerate, with the packages that each tracker requires besides accelerate.
 TRACKERS: dict[str, tuple[str, ...]] = {

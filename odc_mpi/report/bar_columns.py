@@ -20,7 +20,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class BarColumn:
-    """Values of one quantity for all variants, shown as a column of the table and, if `in_plot`, a panel of the plot.
+    """Values of one quantity for all variants, shown as a panel of the plot and a column of the table.
 
     Attributes:
         figures: Values, keyed by variant. Each is a number, or a mapping with the keys `low`, `median` and `high`.
@@ -34,7 +34,6 @@ class BarColumn:
     number_format: str
     line: float | None = None
     references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    in_plot: bool = True
 
     def bars(self, names: Iterable[str]) -> list[Bar]:
         """Return a bar for each variant in `names` that has a value."""
@@ -59,9 +58,8 @@ def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterab
             for source, value in bar.references.items():
                 cells.setdefault(source, {})[bar.label] = format(value, form)
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
-    plotted = [column for column in columns if column.in_plot]
-    panels = {column.heading: column.bars(names) for column in plotted}
-    draw = partial(plots.bars, panels, [c.number_format for c in plotted], [c.line for c in plotted])
+    panels = {column.heading: column.bars(names) for column in columns}
+    draw = partial(plots.bars, panels, [c.number_format for c in columns], [c.line for c in columns])
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
     return Figure(Plot(name, title, draw), caption, [table])
 

@@ -150,7 +150,7 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     columns = [
         BarColumn(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
-        BarColumn("s / step", result["step_s"], ".2f", in_plot=False),
+        BarColumn("s / step", result["step_s"], ".2f"),
     ]
     islands = [name for name in wait if name.startswith(("islands/", "outer/"))]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *islands, *BOUNDS]

@@ -57,8 +57,7 @@ class Tile(NamedTuple):
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Table of text cells, with a heading and column headings. The first column contains the row names."""
 
     heading: str
@@ -66,8 +65,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """Plot with a caption. HTML pages show the plot, whereas terminals show the tables instead."""
 
     plot: Plot

@@ -44,8 +44,7 @@ class Plot:
         return self.draw().document(self.name, textwrap.wrap(self.title, 118) if standalone else ())
 
 
-@dataclass(frozen=True)
-class GanttRow:
+class GanttRow(NamedTuple):
     """Timeline of one rank, with `label` to its left: start and end times in seconds, keyed by kind of activity.
 
     A note has a start time, an end time and a text. A line marks the start, and the text is drawn if it fits.
@@ -56,8 +55,7 @@ class GanttRow:
     notes: Sequence[tuple[float, float, str]] = ()
 
 
-@dataclass(frozen=True)
-class GanttChart:
+class GanttChart(NamedTuple):
     """Gantt chart with the timelines of several ranks, and times to mark with a line and a text. Times are in seconds.
 
     `saved_s` is the time by which the chart ends earlier than the chart above it, or 0.
@@ -81,8 +79,7 @@ class Bar:
     references: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Curve in a panel, in the legend unless its label is "". Missing values are NaN.
 
     `marker` is drawn at each point (see `svg.Drawing.marker`).
@@ -108,8 +105,7 @@ class Panel:
     height: float = 210.0
 
 
-@dataclass(frozen=True)
-class Histogram:
+class Histogram(NamedTuple):
     """Histogram of token counts, with the edges of its bins and positions to mark with a line and a text, in tokens."""
 
     heading: str

@@ -84,7 +84,7 @@ def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Se
         left = label_width + number * (width + _GAP)
         axes = Axes(drawing, left, 26, width, height, (0, 1.22 * max([1e-9, *values])))
         drawing.text(left, 14, heading, font_weight="bold")
-        axes.draw_x(lambda x, number=number: format(x, form[number]), grid=True)  # type: ignore[misc]
+        axes.draw_x(lambda x, number=number: format(x, form[number]))  # type: ignore[misc]
         for row, bar in enumerate(panel):
             _draw_bar(axes, 26 + row_height * row, row_height, bar, form[number])
         line = reference[number]
@@ -148,7 +148,7 @@ def _draw_panel(
     axes = Axes(drawing, left + _LEFT, top + space, width - _LEFT - 8, panel.height - space - 44, ends, (low, high))
     axes.log_x, axes.log_y = x_form is not None, panel.form == "log"
     axes.draw_y(lambda y: format_short(y) if panel.form in ("log", "") else format(y, panel.form))
-    axes.draw_x(x_form or (lambda x: f"{x:g}"), xs if x_form else None, integers=True)
+    axes.draw_x(x_form or (lambda x: f"{x:g}"), xs if x_form else None, min_unit=1)
     drawing.text(left + width - 8, top + panel.height - 10, xlabel, MUTED, text_anchor="end")
     for curve in panel.curves:
         drawing.line(((axes.x(x), axes.y(y)) for x, y in zip(curve.x, curve.y, strict=True)), curve.style)
@@ -222,6 +222,6 @@ def stack(
             box = axes.y(bottom + values[number]), right - left, axes.y(bottom) - axes.y(bottom + values[number])
             drawing.bar(left, *box, styles[kind], f"{xlabel} {at:g}\n{hover}")
             bottom += values[number]
-    axes.draw_x(lambda value: f"{value:g}", integers=True)
+    axes.draw_x(lambda value: f"{value:g}", min_unit=1)
     drawing.text(WIDTH - 8, 262, xlabel, MUTED, text_anchor="end")
     return drawing

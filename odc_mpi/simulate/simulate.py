@@ -146,7 +146,7 @@ def collect_timings(
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup` (over the schedule `baseline`), `idle_fraction` and `step_s`, each keyed by schedule or bound.
+    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each keyed by schedule or bound.
 
     `ends` contains the seconds of each minibatch, and `work` the total busy seconds of all ranks in all minibatches.
     """

@@ -169,16 +169,9 @@ class TestWhereTheTerminalIs:
 
 
 class TestConsole:
-    @pytest.mark.parametrize(
-        ("columns", "environment", "console"),
-        [
-            (None, {}, (False, None, 100)),
-            (77, {}, (True, "256", 77)),
-            (None, {"FORCE_COLOR": "1"}, (False, "standard", 100)),  # colors without a bar
-        ],
-    )
-    def test_it_is_what_the_terminal_can_show(self, monkeypatch, columns, environment, console):
-        made = self.look(monkeypatch, columns, environment, make_console)
+    @pytest.mark.parametrize(("columns", "console"), [(None, (False, None, 100)), (77, (True, "256", 77))])
+    def test_it_is_what_the_terminal_can_show(self, monkeypatch, columns, console):
+        made = self.look(monkeypatch, columns, {}, make_console)
         assert (made.is_terminal, made.color_system, made.width) == console
 
     @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import os, sys, time
 from pathlib import Path
 import torch
 import odc_mpi
+from odc_mpi.comm.transport import ShardStorage
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.shard.model import ShardedModel
 
 world = odc_mpi.World(timeout_s=3)
