@@ -5,8 +5,7 @@ full sequence through `packed_attention`, and no other operation may depend on o
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -20,8 +19,7 @@ from odc_mpi.models.families import trial_inputs
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """Shape of the attention in a model that supports context parallelism.
 
     `token_numel` is the number of elements in the keys and values of one token in one layer (maximum over the layers).
