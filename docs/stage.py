@@ -18,7 +18,7 @@ from typing import get_args, get_type_hints
 import odc_mpi
 from odc_mpi.cli.main import parser
 from odc_mpi.training.parsing import aliases
-from odc_mpi.training.setting_types import format_value, type_signature
+from odc_mpi.training.parsing.setting_types import format_value, type_signature
 from odc_mpi.training.settings import Config
 
 ROOT = Path(__file__).parents[1]

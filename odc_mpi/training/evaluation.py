@@ -1,10 +1,8 @@
 """Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics for held-out pairs.
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
-microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results.
-
-All loss tokens have the same weight. (The `Trainer` of transformers weights the mean loss of each batch by its number
-of sequences, so its result differs if the sequences have different lengths.)
+microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results. All
+loss tokens have the same weight, unlike in the `Trainer` of transformers, which weights the sequences of a batch alike.
 """
 
 import itertools
@@ -14,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +27,13 @@ from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.inputs import Inputs, initial_cost_model
 from odc_mpi.training.objectives.pairs import EXTREMES, PairScorer
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
+from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -79,6 +78,8 @@ class ForwardPass:
 
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
+        #: Indices of the sequences that an evaluation uses, int64 `[n]`.
+        self.eval_indices = np.arange(len(dataset))[: config.data.eval_sequences or None]
         self._world, self._model = world, model
         # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
         self._cost_model = initial_cost_model(config.data, inputs.model)
@@ -96,9 +97,8 @@ class ForwardPass:
         return self._placeholders.apply(minibatch)
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
-        """Call `score` on each microbatch, and return the results of all ranks in no particular order. Collective.
+        """Call `score` on each microbatch, without gradients, and return the results of all ranks. Collective.
 
-        The model is in evaluation mode, and no gradients are computed. Ranks wait for each other only at the end.
         Raises `DamageFoundError` on every rank if any rank could not read a sequence.
         """
         results, training = [], self._model.module.training
@@ -115,19 +115,14 @@ class ForwardPass:
         return list(itertools.chain.from_iterable(gathered))
 
 
-def held_out_pass(
-    config: Config, world: World, model: ShardedModel, inputs: Inputs
-) -> list[tuple[ForwardPass, npt.NDArray[np.int64]]]:
-    """Return `[(forward_pass, indices)]` for the held-out data to evaluate, or `[]` if there is none. Collective."""
+def held_out_pass(config: Config, world: World, model: ShardedModel, inputs: Inputs) -> ForwardPass | None:
+    """Return the forward pass over the held-out data set, or None if there is none. Collective."""
     dataset = inputs.evaluation
-    if not isinstance(dataset, Dataset):
-        return []
-    indices = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
-    return [(ForwardPass(config, world, model, inputs, dataset), indices)]
+    return ForwardPass(config, world, model, inputs, dataset) if isinstance(dataset, Dataset) else None
 
 
-class HeldOutEvaluator(PeriodicEvaluator):
-    """Base class for callbacks that evaluate the held-out sequences or pairs at `indices`, int64 `[n]`."""
+class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
+    """Base class for callbacks that evaluate held-out sequences or pairs with `scorer`."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -137,18 +132,17 @@ class HeldOutEvaluator(PeriodicEvaluator):
         "eval_s": SummaryField("eval_s", "sum"),
     }
 
-    def __init__(
-        self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]
-    ) -> None:
+    def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: S) -> None:
         super().__init__(run, model)
-        self._forward_pass, self._minibatch = forward_pass, forward_pass.plan(indices)
+        self._forward_pass, self._scorer = forward_pass, scorer
+        self._minibatch = forward_pass.plan(forward_pass.eval_indices)
 
     def close(self) -> None:
         """Close the held-out data set."""
         self._forward_pass.dataset.close()
 
 
-class PairEvaluator(HeldOutEvaluator):
+class PairEvaluator(HeldOutEvaluator[PairScorer]):
     """Base class for evaluators that report the metrics of a `PairScorer` on held-out pairs."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
@@ -160,28 +154,13 @@ class PairEvaluator(HeldOutEvaluator):
             "eval_accuracy": SummaryField(accuracy, "last"),
         }
 
-    def __init__(
-        self,
-        run: RunConfig,
-        model: ShardedModel,
-        forward_pass: ForwardPass,
-        indices: npt.NDArray[np.int64],
-        scorer: PairScorer,
-    ) -> None:
-        super().__init__(run, model, forward_pass, indices)
-        self._scorer = scorer
-
     def evaluate(self) -> dict[str, float]:
         """Return the metrics over the held-out pairs, named as in training but with the prefix `eval_`. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)
         names = ("loss", *self._scorer.statistics)
-        metrics = {
-            name: EXTREMES[name][0](column) if name in EXTREMES else fmean(column)
-            for name, column in zip(names, columns, strict=True)
-        }
-        return {f"eval_{name}": value for name, value in {**metrics, **self._scorer.derived_metrics(metrics)}.items()}
+        return {f"eval_{name}": EXTREMES.get(name, fmean)(column) for name, column in zip(names, columns, strict=True)}
 
     def _score(self, microbatch: Microbatch) -> list[list[float]]:
         """Return the index, the loss and the statistics of each pair."""
@@ -190,16 +169,10 @@ class PairEvaluator(HeldOutEvaluator):
         return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
 
 
-class LossEvaluator(HeldOutEvaluator):
+class LossEvaluator(HeldOutEvaluator[TokenLogps]):
     """Computes the loss, the perplexity and the token accuracy of the model on held-out sequences."""
 
     summary: ClassVar = {**HeldOutEvaluator.summary, "eval_perplexity": SummaryField("eval_perplexity", "last")}
-
-    def __init__(
-        self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]
-    ) -> None:
-        super().__init__(run, model, forward_pass, indices)
-        self._token_logps = TokenLogps(model.module)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective."""
@@ -213,6 +186,6 @@ class LossEvaluator(HeldOutEvaluator):
         return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_mean_token_accuracy": accuracy}
 
     def _score(self, microbatch: Microbatch) -> tuple[float, int]:
-        scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
+        scores = self._scorer(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
         loss = round_for_exact_sum(-float(scores.logps.sum()), MAX_EXACT_LOSS * self._minibatch.num_tokens)
         return loss, int(scores.is_top.sum())

@@ -1,32 +1,74 @@
-"""Source of minibatches from a prepared data set, and a callback that fits the cost model to measured times."""
+"""Source of minibatches from a prepared data set, and a callback that fits the cost model to measured times.
 
+A rank that cannot read a sequence must not stop at once, because other ranks may be waiting for its microbatches, or
+for the keys and values of a chunk. Instead, it continues with placeholder tokens. When the ranks gather their values at
+the end of the minibatch, all of them discard the gradients, save the last complete step and raise the same error.
+"""
+
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCostModel
+from odc_mpi.errors import AllRanksUserError
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.context_parallel import ChunkMicrobatches
-from odc_mpi.training.damage import PlaceholderDataset
 from odc_mpi.training.loop import MinibatchSource
 
 
+class DamageFoundError(AllRanksUserError):
+    """Raised by every rank if any rank could not read a sequence. The message comes from the lowest such rank."""
+
+
+class PlaceholderDataset:
+    """View of a data set that returns placeholders for sequences that cannot be read.
+
+    A placeholder has the length and the number of loss tokens of its sequence, but all its tokens are 0. `damage` is
+    the first read error, or None. The results are invalid if `raise_damage` raises an error.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset, self.pair_counts = dataset, dataset.pair_counts
+        self.lengths, self.num_trained_tokens = dataset.lengths, dataset.num_trained_tokens
+        self.damage: DamagedDatasetError | None = None
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Read a sequence as `Dataset` does, or return a placeholder and set `damage`."""
+        try:
+            return self._dataset[index]
+        except DamagedDatasetError as error:
+            self.damage = self.damage or error
+            length = int(self.lengths[index])
+            return np.zeros(length, dtype=np.int64), np.arange(length) >= length - self.num_trained_tokens[index]
+
+    def apply(self, minibatch: Minibatch) -> Minibatch:
+        """Return a minibatch whose sequences are read through this view."""
+        return replace(minibatch, dataset=cast(Dataset, self))
+
+    def raise_damage(self, world: World) -> None:
+        """Raise `DamageFoundError` on all ranks if `damage` is set on any rank. Collective."""
+        for rank, message in enumerate(world.gather_objects(self.damage and str(self.damage))):
+            if message is not None:
+                raise DamageFoundError(f"rank {rank}: {message}")
+
+
 class DatasetSource(MinibatchSource):
-    """Source of the minibatches that `loader` draws from a prepared data set. `close` closes the data set.
+    """Source of the minibatches that `loader` draws from a prepared data set, which `close` closes.
 
-    The plan of a minibatch assigns each microbatch to a rank or leaves it in a pool, from which idle ranks claim one
-    microbatch at a time with `tickets`. Plans that split sequences require `chunks`. Dropout depends on `seed`.
-
-    If a rank cannot read a sequence, `on_gathered` rewinds the loader to the start of the minibatch and raises
-    `DamageFoundError` on every rank.
+    Idle ranks claim microbatches that a plan has left in a pool, one at a time, with `tickets`. Plans that split
+    sequences require `chunks`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
     """
 
     gathered_names = ("damage",)
@@ -51,18 +93,13 @@ class DatasetSource(MinibatchSource):
         return self._placeholders.apply(next(self._loader))
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, chunks of split sequences first. One-sided if there are tickets or chunks.
-
-        Before each microbatch, torch's random number generator is seeded with a value that does not depend on the rank.
-        """
-        for microbatch, number in self._chunks.microbatches(minibatch) if self._chunks else ():
+        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or chunks."""
+        chunks = self._chunks.microbatches(minibatch) if self._chunks else ()
+        others = minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch
+        for microbatch, chunk in itertools.chain(chunks, ((each, 0) for each in others)):
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
-            chunk_number = (number,) if number else ()
+            chunk_number = (chunk,) if chunk else ()
             torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(microbatch.indices[0]), *chunk_number))
-            yield microbatch
-        for microbatch in minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch:
-            # Random numbers depend on the microbatch, not on the rank that runs it.
-            torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(microbatch.indices[0])))
             yield microbatch
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
@@ -76,7 +113,11 @@ class DatasetSource(MinibatchSource):
         return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets. One-sided. Raises `DamageFoundError` on all ranks (collective) if any had a read error."""
+        """Reset the tickets. One-sided.
+
+        If a rank could not read a sequence, rewinds the loader to the start of the minibatch and raises
+        `DamageFoundError` on all ranks. Collective in this case.
+        """
         if self._tickets:
             self._tickets.reset()
         if gathered.sum("damage"):
@@ -121,9 +162,8 @@ class FitCostModel(Callback):
             self._fitted.observe(self._lengths[result.microbatch.indices], result.busy_s)
 
     def local_values(self) -> list[float]:
-        """Return sums over the microbatches that this rank has recorded since the last call, as input to the fit."""
-        row: list[float] = self._fitted.report().tolist()
-        return row
+        """Return sums over the microbatches recorded since the last call."""
+        return self._fitted.report().tolist()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Fit the cost model to the times measured on all ranks, and pass the result to the loader."""

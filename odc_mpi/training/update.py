@@ -6,7 +6,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from odc_mpi.errors import TrainingError
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard.model import ShardedModel
@@ -56,27 +55,6 @@ class Update(Callback):
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 
 
-class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` skipped steps in a row. A resumed run takes the count from `metadata`."""
-
-    def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
-        self._max_skipped_steps = max_skipped_steps
-        self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the current number of consecutive skipped steps, as the entry `skipped_in_a_row`."""
-        return {"skipped_in_a_row": self._num_consecutive}
-
-    def on_step_end(self, step: Step) -> None:
-        """Count consecutive skipped steps. Raises `TrainingError` on every rank after `max_skipped_steps` of them."""
-        self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
-        if self._num_consecutive >= self._max_skipped_steps:
-            raise TrainingError(
-                f"step {step.number}: the gradient was not finite in {self._num_consecutive} steps in a row, which is "
-                "run.max_skipped_steps: lower optim.learning_rate or check the data"
-            )
-
-
 def make_optimizer(
     config: OptimConfig,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
@@ -84,10 +62,9 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the settings select, with the peak learning rate.
+    """Build the optimizer that the settings select, for parameters or for this rank's shards of them.
 
-    `named_parameters` yields pairs of a name and a parameter, or this rank's shard of it. Parameters with fewer than
-    two dimensions in `shapes`, the unsharded shapes by name, have no weight decay. By default, only AdamW is `fused`.
+    Parameters with fewer than two dimensions in `shapes`, the unsharded shapes by name, have no weight decay.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

@@ -21,8 +21,8 @@ from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files, write_files
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.inputs import initial_cost_model, open_inputs
+from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
 MODEL = QWEN2 | {"vocab_size": 60, "num_hidden_layers": 1}
 

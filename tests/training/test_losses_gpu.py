@@ -16,7 +16,7 @@ from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
 from odc_mpi.training.objectives.grpo import GRPOObjective
-from odc_mpi.training.objectives.reward import AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig
 from odc_mpi.training.rl.settings import GRPOConfig
@@ -36,7 +36,7 @@ def objective_for(name, module):
         scorer = PreferenceScorer(AnswerLogps(module, True), DPOConfig(), torch.zeros(2, 2, dtype=torch.float64))
         return DPOObjective(scorer)
     if name == "reward":
-        return RewardObjective(RewardScorer(AnswerRewards(module, True), RewardConfig()))
+        return RewardObjective(RewardScorer(module, True, RewardConfig()))
     rl = GRPOConfig(loss_type="grpo", beta=0.1)
     return GRPOObjective(module, rl, 1, lambda microbatch: torch.zeros(9, device="cuda"))
 
@@ -64,7 +64,7 @@ def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
         for mode in ("default", "error"):  # the first call compiles kernels and takes memory
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                loss = objective.loss(model, minibatch, microbatch.to(model.device))
+                loss = objective.loss(minibatch, microbatch.to(model.device))
                 loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

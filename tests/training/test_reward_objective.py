@@ -20,7 +20,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.heads import REWARD
-from odc_mpi.training.objectives.reward import STATISTICS, AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
 from odc_mpi.training.pairs.settings import RewardConfig
 
 # Of the libraries of TRL.
@@ -66,17 +66,17 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
             counts = PairCounts(prompt, len(chosen) - prompt, len(chosen) - prompt)
             writer.append(tokens, np.arange(len(tokens)) >= prompt, counts)
     ours.config.pad_token_id = tokenizer.pad_token_id
-    objective = RewardObjective(RewardScorer(AnswerRewards(ours.eval(), packs=True), RewardConfig(center)))
+    objective = RewardObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))
     with Dataset(tmp_path / "pairs.h5") as dataset:
         microbatch = read_pairs(dataset, np.arange(3))
-    loss = objective.loss(None, SimpleNamespace(indices=np.arange(3)), microbatch)
+    loss = objective.loss(SimpleNamespace(indices=np.arange(3)), microbatch)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         bound = 1e-6 + 1e-5 * float(other.grad.abs().max())
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
     metrics = trainer._metrics["train"]
-    for name, value in zip(STATISTICS, objective.statistics.tolist(), strict=True):
+    for name, value in zip(RewardScorer.statistics, objective.statistics.tolist(), strict=True):
         assert value == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-6), name
 
 
@@ -96,7 +96,7 @@ def test_rewards_of_all_families_are_those_of_transformers(tmp_path, kind):
     plain.load_state_dict(values, strict=False)
     packs = meta_model.packing.packs
     assert packs is (kind not in ("bloom", "jamba"))
-    compute = AnswerRewards(model, packs)
+    compute = RewardScorer(model, packs, RewardConfig()).rewards
     with Dataset(tmp_path / "pairs.h5") as dataset, torch.no_grad():
         microbatches = [[0, 2, 3, 1]] if packs else [[0], [2], [3], [1]]
         found = torch.cat([compute(read_pairs(dataset, np.array(indices))) for indices in microbatches])

@@ -1,24 +1,37 @@
-"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses for pairs of answers."""
+"""Direct preference optimization (DPO) and related losses for a pair of a chosen and a rejected answer.
 
-from collections.abc import Mapping
+r is the log-ratio of an answer: its log-probability under the model minus that under the reference model. m is the mean
+of r over the loss tokens of the answer, s the logistic function, and e the label smoothing.
+
+    sigmoid        -(1 - e) log s(d) - e log s(-d), d = beta (r_chosen - r_rejected)    DPO, arXiv 2305.18290
+    robust         (-(1 - e) log s(d) + e log s(-d)) / (1 - 2 e)                        arXiv 2403.00409
+    hinge          max(0, 1 - d)                                                        SLiC, arXiv 2305.10425
+    ipo            (m_chosen - m_rejected - 1 / (2 beta))²                              arXiv 2310.12036
+    sigmoid_norm   -log s(beta (m_chosen - m_rejected))                                 arXiv 2411.15124
+    apo_zero       1 - s(beta r_chosen) + s(beta r_rejected)                            arXiv 2408.06266
+    apo_down       s(beta r_chosen) + 1 - s(d)                                          arXiv 2408.06266
+    sft            cross entropy of the chosen answers, mean over their tokens in the minibatch
+
+Names and definitions are those of `DPOTrainer` in TRL 1.16, except that TRL ignores e in `sigmoid`.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
+from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.training.objectives.pair_losses import STATISTICS, PairLogps, pair_loss, pair_statistics
 from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
 from odc_mpi.training.pairs.settings import DPOConfig
 
 
 class AnswerScores(NamedTuple):
-    """Log-probabilities of the answers in pairs under a model, and other results of the same forward pass.
-
-    Column 0 is the chosen answer, column 1 the rejected one.
+    """Results of a forward pass over pairs. Column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
         logps: Sum of the log-probabilities of each answer's tokens, float64 `[pairs, 2]`, with gradients.
@@ -36,8 +49,7 @@ class AnswerScores(NamedTuple):
 class AnswerLogps:
     """Computes the log-probabilities of both answers in each pair under a model.
 
-    `packs` is True if the model supports packed sequences. Otherwise, each microbatch has one pair, whose answers are
-    computed in separate rows (see `data.pairs.microbatch.as_padded_rows`).
+    `packs` is False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
@@ -58,13 +70,16 @@ class AnswerLogps:
 
 
 class PreferenceScorer(PairScorer):
-    """Computes the DPO loss of each pair and the rewards of its answers.
+    """Computes the DPO loss of each pair and the rewards of its answers. The statistics have the names in TRL.
 
     `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs in the data set under the reference
     model. The values may be filled in after construction, but must be complete before the first call.
     """
 
-    statistics = STATISTICS
+    statistics = (
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+        *("logps/chosen", "logps/rejected"),
+    )
     token_sums = ("entropy",)
 
     def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: torch.Tensor) -> None:
@@ -76,15 +91,47 @@ class PreferenceScorer(PairScorer):
         counts = minibatch.dataset.pair_counts
         assert counts is not None
         reference = self._reference[microbatch.indices].to(scores.logps.device, non_blocking=True)
-        mean_chosen_length = float(counts[minibatch.indices, 2].mean())
-        pairs = PairLogps(scores.logps, reference, scores.lengths, mean_chosen_length)
-        statistics = pair_statistics(self._dpo, pairs)
-        return PairScores(pair_loss(self._dpo, pairs), statistics, scores.entropy.double()[None], scores.router_loss)
-
-    @override
-    def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        return {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
+        ratios = scores.logps - reference
+        losses = pair_loss(self._dpo, ratios, scores, float(counts[minibatch.indices, 2].mean()))
+        statistics = pair_statistics(self._dpo, ratios.detach(), scores.logps.detach())
+        return PairScores(losses, statistics, scores.entropy.double()[None], scores.router_loss)
 
 
 class DPOObjective(PairObjective, margin="rewards/margins", accuracy="rewards/accuracies"):
-    """Mean of `pair_losses.pair_loss` over all pairs in a minibatch, plus the auxiliary router loss, if any."""
+    """Mean of `pair_loss` over all pairs in a minibatch, plus the auxiliary router loss, if any."""
+
+
+def pair_loss(dpo: DPOConfig, ratios: torch.Tensor, scores: AnswerScores, mean_chosen_length: float) -> torch.Tensor:
+    """Return the weighted sum of the losses in `dpo.loss_type` for each pair, float64 `[pairs]`.
+
+    `ratios`, float64 `[pairs, 2]`, are the log-ratios of the answers. `mean_chosen_length` is the mean number of loss
+    tokens in the chosen answers of the minibatch.
+    """
+    means = ratios / scores.lengths
+    mean_margins = means[:, 0] - means[:, 1]
+    d = dpo.beta * (ratios[:, 0] - ratios[:, 1])
+    chosen, rejected = torch.sigmoid(dpo.beta * ratios).unbind(1)
+    smoothing = dpo.label_smoothing
+    right, wrong = -(1 - smoothing) * logsigmoid(d), -smoothing * logsigmoid(-d)
+    losses: dict[str, Callable[[], torch.Tensor]] = {
+        "sigmoid": lambda: right + wrong,
+        "robust": lambda: (right - wrong) / (1 - 2 * smoothing),
+        "hinge": lambda: torch.relu(1 - d),
+        "ipo": lambda: (mean_margins - 1 / (2 * dpo.beta)) ** 2,
+        "sigmoid_norm": lambda: -logsigmoid(dpo.beta * mean_margins),
+        "apo_zero": lambda: 1 - chosen + rejected,
+        "apo_down": lambda: chosen + 1 - torch.sigmoid(d),
+        "sft": lambda: -scores.logps[:, 0] / mean_chosen_length,
+    }
+    return torch.stack([weight * losses[name]() for name, weight in dpo.weighted_losses]).sum(0)
+
+
+def pair_statistics(dpo: DPOConfig, ratios: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+    """Return the `PreferenceScorer.statistics` of each pair, float64 `[pairs, 6]`.
+
+    The reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward,
+    0.5 if the rewards are equal (0 in TRL), and 0 otherwise.
+    """
+    rewards = dpo.beta * ratios
+    margins = rewards[:, :1] - rewards[:, 1:]
+    return torch.cat([rewards, (1 + margins.sign()) / 2, margins, logps], 1)

@@ -5,12 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.configuration import full_configuration, significant_settings
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
@@ -18,7 +13,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
-from odc_mpi.training.objectives.reward import AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
 from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
@@ -43,19 +38,12 @@ def build_dpo(
 ) -> tuple[DPOObjective, list[Callback]]:
     """Build the objective of a DPO run, and the callbacks for the reference model and the evaluation. Collective.
 
-    The model is set to evaluation mode, because dropout would change the log-probabilities that are compared with those
-    of the reference model.
-
-    Args:
-        weights_digest: Collective function that returns a digest of the parameters.
-        check_stop: Collective function that raises an error on all ranks if a stop was requested.
+    `weights_digest` returns a digest of the parameters, and `check_stop` raises an error on all ranks if a stop was
+    requested. Both are collective. The model is set to evaluation mode, so that dropout changes no log-probability.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
     answer_logps = AnswerLogps(model.module, inputs.model.packing.packs)
-
-    def compute(microbatch: Microbatch) -> torch.Tensor:
-        return answer_logps(microbatch).logps
 
     configuration = significant_settings(full_configuration(model.module))
     settings = json.dumps([configuration, inputs.model.adapter, config.model.param_dtype], sort_keys=True)
@@ -63,36 +51,30 @@ def build_dpo(
     def model_digest() -> str:  # without `inputs`, whose files are closed before the training
         return hashlib.sha256(f"{weights_digest()}{settings}".encode()).hexdigest()
 
-    def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
-        return loader.upcoming_indices(config.run.steps - completed_steps)
-
     loader, held_out = inputs.sequence_loader, held_out_pass(config, world, model, inputs)
     training = ForwardPass(config, world, model, inputs, inputs.dataset)
-    passes: list[tuple[ForwardPass, NeededPairs]] = [(training, needed_for_training)]
-    passes += [(forward_pass, _always(indices)) for forward_pass, indices in held_out]
+    passes: list[tuple[ForwardPass, NeededPairs]] = [
+        (training, lambda completed_steps: loader.upcoming_indices(config.run.steps - completed_steps))
+    ]
+    if held_out:
+        passes.append((held_out, lambda _: held_out.eval_indices))
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
-    reference = ReferenceLogps(world, compute, passes, directories, model_digest, check_stop)
+    reference = ReferenceLogps(world, answer_logps, passes, directories, model_digest, check_stop)
+    scorers = [PreferenceScorer(answer_logps, config.dpo, values) for values in reference.values]
     callbacks: list[Callback] = [reference]
-    for each in held_out:
-        scorer = PreferenceScorer(answer_logps, config.dpo, reference.evaluation)
-        callbacks.append(PreferenceEvaluator(config.run, model, *each, scorer))
-    return DPOObjective(PreferenceScorer(answer_logps, config.dpo, reference.training)), callbacks
-
-
-def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
-    return lambda completed_steps: indices
+    if held_out:
+        callbacks.append(PreferenceEvaluator(config.run, model, held_out, scorers[1]))
+    return DPOObjective(scorers[0]), callbacks
 
 
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective of a run that trains a reward model, and an evaluator for held-out data, if any. Collective.
-
-    The model is set to evaluation mode, which disables dropout, as in TRL.
-    """
-    model.eval()
-    scorer = RewardScorer(AnswerRewards(model.module, inputs.model.packing.packs), config.reward)
+    """Build the objective of a run that trains a reward model, and an evaluator of held-out data. Collective."""
+    model.eval()  # disables dropout, as in TRL
+    scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
     held_out = held_out_pass(config, world, model, inputs)
-    return RewardObjective(scorer), [RewardModelEvaluator(config.run, model, *each, scorer) for each in held_out]
+    callbacks: list[Callback] = [RewardModelEvaluator(config.run, model, held_out, scorer)] if held_out else []
+    return RewardObjective(scorer), callbacks

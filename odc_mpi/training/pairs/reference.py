@@ -1,9 +1,8 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference model is the model before the first step, when new adapters have no effect yet. Because the
-log-probabilities of all pairs that the run needs are computed before the first update, no second model is in memory.
-Ranks claim microbatches one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in
-the run directory, with digests of the data and the model. A restarted run, on any number of ranks, computes the rest.
+The reference model is the model at that time, when new adapters have no effect yet, so no second model is in memory.
+After every `BLOCK` pairs, the results are written to `reference_logps.npz` in the run directory, with digests of the
+data and the model. A restarted run, on any number of ranks, computes the rest.
 """
 
 import time
@@ -22,58 +21,45 @@ from odc_mpi.files import atomic_write
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.training.evaluation import ForwardPass
+from odc_mpi.training.objectives.dpo import AnswerLogps
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
 #: Number of pairs between writes of the results, independent of the number of ranks (as is packing with `run.exact`).
 BLOCK = 4096
-#: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
-ComputeLogps = Callable[[Microbatch], torch.Tensor]
 #: Function that returns the indices, int64 `[n]`, of the pairs that a run still needs, given the completed steps.
 NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Computes the log-probabilities of answers under the reference model, or loads them from a file.
-
-    Among the callbacks of a run, this one must precede the evaluators.
+    """Computes the log-probabilities of answers under the reference model, or loads them. Must precede evaluators.
 
     Args:
-        compute: Function that computes log-probabilities under the current model.
-        passes: Forward passes over the training data and over the held-out data, if any, each with its `NeededPairs`.
+        passes: Forward passes over the training data and over the held-out data, if any.
         directories: Run directory, to which the file is written, followed by other directories from which to read it.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
 
     Attributes:
+        values: Log-probabilities of all pairs in the data set of each pass, float64 `[pairs, 2]`; NaN if not computed.
         model_digest: Digest of the reference model. Unless it was restored, it is None until `on_train_begin`.
     """
 
     def __init__(
         self,
         world: World,
-        compute: ComputeLogps,
+        answer_logps: AnswerLogps,
         passes: Sequence[tuple[ForwardPass, NeededPairs]],
         directories: Sequence[Path],
         compute_digest: Callable[[], str],
         check_stop: Callable[[], None],
     ) -> None:
-        self._world, self._compute = world, compute
+        self._world, self._answer_logps = world, answer_logps
         self._passes, self._directories = passes, directories
         self._compute_digest, self._check_stop = compute_digest, check_stop
         self.model_digest: str | None = None
         sizes = [len(forward_pass.dataset) for forward_pass, _ in passes]
-        self._values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
-
-    @property
-    def training(self) -> torch.Tensor:
-        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`; NaN where not computed."""
-        return self._values[0]
-
-    @property
-    def evaluation(self) -> torch.Tensor:
-        """Log-probabilities of all pairs in the held-out data, which must exist, float64 `[pairs, 2]`."""
-        return self._values[1]
+        self.values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Load the stored log-probabilities. Before the first step, compute and store the missing ones. Collective.
@@ -84,7 +70,7 @@ class ReferenceLogps(Callback):
             self.model_digest = self._compute_digest()
         self._load()
         missing = []
-        for (_, find_needed), values in zip(self._passes, self._values, strict=True):
+        for (_, find_needed), values in zip(self._passes, self.values, strict=True):
             needed = find_needed(completed_steps)
             missing.append(needed[values[needed, 0].isnan().numpy()])
         num_missing = sum(map(len, missing))
@@ -97,7 +83,7 @@ class ReferenceLogps(Callback):
                 "and data.eval_sequences as before, or set run.resume to never to start over"
             )
         began = time.perf_counter()
-        for (forward_pass, _), values, indices in zip(self._passes, self._values, missing, strict=True):
+        for (forward_pass, _), values, indices in zip(self._passes, self.values, missing, strict=True):
             self._compute_missing(forward_pass, values, indices)
         if self._world.rank == 0:
             elapsed_s = time.perf_counter() - began
@@ -108,7 +94,7 @@ class ReferenceLogps(Callback):
         return {"reference": self.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the digest of the reference model, which `on_train_begin` uses to find stored log-probabilities."""
+        """Restore the digest of the reference model."""
         self.model_digest = state_dict["reference"]
 
     def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
@@ -120,13 +106,13 @@ class ReferenceLogps(Callback):
             self._world.run_on_all(self._write if self._world.rank == 0 else lambda: None)
 
     def _score(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
+        return torch.from_numpy(microbatch.indices), self._answer_logps(microbatch).logps.cpu()
 
     def _by_digest(self) -> dict[str, torch.Tensor]:
         """Return the log-probabilities of each data set, keyed by the digests of the model and of the data set."""
         return {
             f"{self.model_digest}_{forward_pass.dataset.digest()}": values
-            for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
+            for (forward_pass, _), values in zip(self._passes, self.values, strict=True)
         }
 
     def _load(self) -> None:
@@ -134,7 +120,7 @@ class ReferenceLogps(Callback):
         if self._world.rank == 0:
             for directory in self._directories:
                 self._read(directory / FILE)
-        for values in self._values:
+        for values in self.values:
             self._world.broadcast(values)
 
     def _read(self, path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
-from odc_mpi.training.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE, POSITIVE, Check, is_objective
+from odc_mpi.training.parsing.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE, POSITIVE, Check, is_objective
 
-#: Losses for a pair; see `training.objectives.pair_losses`.
+#: Losses for a pair; see `training.objectives.dpo`.
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
 #: Settings, each with the only value that objectives on pairs support and the reason.
 PAIR_REQUIREMENTS = {

@@ -11,73 +11,34 @@ from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard import model as sharded
 
-#: Names of integer counts, whose sums over all ranks are exact.
+#: Names of counts and durations of a rank. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
+#: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
-    *("completions", "completion_tokens", "loss_tokens", "prompt_tokens", "truncated"),
-    *("rewarded", "groups", "equal_groups", "failed_rewards"),
-)
-#: Names of per-rank values: seconds spent on generation, including rewards, and on waiting for groups from other ranks;
-#: numbers of groups that the rank generated, trained on, trained on after another rank generated them, and could not
-#: publish because the memory for published groups was full.
-_PER_RANK = (
+    *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
+    *("groups", "equal_groups", "failed_rewards"),
     *("generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
     *("groups_claimed_from_other_ranks", "groups_not_stored"),
 )
 
 
-class GroupSums:
-    """Named sums over at most `num_groups` prompt groups. The ranks gather the summand of each group separately.
+class RolloutMetrics:
+    """Metrics of the rollouts of a step that has at most `num_groups` prompt groups.
 
-    A floating-point sum depends on the order of its terms, so all ranks add the summands in the order of the prompts,
-    no matter which rank generated a group or trained on it. A group's summand is 0 on all ranks but one.
+    The ranks gather some values of each group separately, and add them in the order of the prompts, because a
+    floating-point sum depends on the order of its terms.
     """
 
-    def __init__(self, sums: Sequence[str], num_groups: int) -> None:
-        self._num_groups = num_groups
-        self.gathered_names = tuple(_name(each, position) for each in sums for position in range(num_groups))
-        self.reset()
-
-    def reset(self) -> None:
-        """Set all summands to 0."""
-        self._values = dict.fromkeys(self.gathered_names, 0.0)
-
-    def add(self, name: str, position: int, value: float) -> None:
-        """Add `value` to a group's summand in the sum `name`. `position` is the index of the group in the minibatch."""
-        self._values[_name(name, position)] += value
-
-    def local_values(self) -> list[float]:
-        """Return this rank's summands in the order of `gathered_names`."""
-        return list(self._values.values())
-
-    def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return a group's summand in the sum `name`. `position` is the index of the group in the minibatch."""
-        return gathered.sum(_name(name, position))
-
-    def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
-        """Return the sum `name` over all groups, computed exactly and rounded once."""
-        return math.fsum(self.value_of(gathered, name, position) for position in range(self._num_groups))
-
-
-def _name(name: str, position: int) -> str:
-    return f"{name}_{position}"
-
-
-class RolloutMetrics:
-    """Metrics of the rollouts of a step that has at most `num_groups` prompt groups."""
-
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
-        self._reward_names = reward_names
+        self._reward_names, self._num_groups = reward_names, num_groups
         functions = range(len(reward_names))
+        counts = (*_COUNTS, "shortest", "longest", *(f"function_{i}_count" for i in functions))
         sums = ("length", "entropy", "reward", "squared_reward", *(f"function_{i}_sum" for i in functions))
-        self._sums = GroupSums(sums, num_groups)
-        self._counts = (*_COUNTS, *_PER_RANK, "shortest", "longest", *(f"function_{i}_count" for i in functions))
-        self.gathered_names = (*self._counts, *self._sums.gathered_names)
+        self.gathered_names = (*counts, *(f"{name}_{position}" for name in sums for position in range(num_groups)))
         self.reset()
 
     def reset(self) -> None:
-        """Reset all counts and sums for the next step."""
-        self._values = dict.fromkeys(self._counts, 0.0) | {"shortest": np.inf}
-        self._sums.reset()
+        """Reset all values for the next step."""
+        self._values = dict.fromkeys(self.gathered_names, 0.0) | {"shortest": np.inf}
 
     def add(self, name: str, value: float = 1.0) -> None:
         """Add `value` to this rank's count or duration `name`."""
@@ -121,22 +82,26 @@ class RolloutMetrics:
         for name, value in added.items():
             self.add(name, float(value))
         for name, value in summed.items():
-            self._sums.add(name, position, float(value))
+            self._values[f"{name}_{position}"] = float(value)
         self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
         self._values["longest"] = max(self._values["longest"], float(lengths.max()))
 
     def local_values(self) -> list[float]:
         """Return this rank's values, in the order of `gathered_names`."""
-        return [*self._values.values(), *self._sums.local_values()]
+        return list(self._values.values())
 
     def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
         """Return the mean completion length, in tokens, for the prompt at index `position` in the minibatch."""
-        return self._sums.value_of(gathered, "length", position)
+        return gathered.sum(f"length_{position}")
+
+    def _total(self, gathered: sharded.MinibatchStats, name: str) -> float:
+        """Return the sum of the values `name` of all groups, computed exactly and rounded once."""
+        return math.fsum(gathered.sum(f"{name}_{position}") for position in range(self._num_groups))
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
         """Return the metrics over the groups of all ranks. Metrics that TRL also reports are named as in TRL."""
-        sums = {name: gathered.sum(name) for name in (*_COUNTS, *_PER_RANK)}
-        sums |= {name: self._sums.total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
+        sums = {name: gathered.sum(name) for name in _COUNTS}
+        sums |= {name: self._total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
         generated, trained = gathered.per_rank("groups_generated"), gathered.per_rank("groups_trained")
         metrics = {
@@ -163,7 +128,7 @@ class RolloutMetrics:
         }
         for i, name in enumerate(self._reward_names):
             count = gathered.sum(f"function_{i}_count")
-            metrics[f"rewards/{name}/mean"] = self._sums.total(gathered, f"function_{i}_sum") / count if count else None
+            metrics[f"rewards/{name}/mean"] = self._total(gathered, f"function_{i}_sum") / count if count else None
         return metrics
 
 

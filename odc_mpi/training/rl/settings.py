@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.setting_types import (
+from odc_mpi.training.parsing.setting_types import (
     NON_EMPTY_NAMES,
     NOT_NEGATIVE,
     ONE_OR_MORE,

@@ -1,1 +1,0 @@
-"""Search for the origin of non-finite values."""
