@@ -10,20 +10,20 @@ import argparse
 import fnmatch
 import itertools
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path += [str(TESTS / "hosts"), str(TESTS / "launch")]
+sys.path += [str(TESTS / folder) for folder in ("hosts", "launch", "fakes")]
 import two_hosts  # noqa: E402
-from crash_soak import _config, _find_ranks, _last_step  # noqa: E402
-from mpi_launch import finish, launch, start  # noqa: E402
+from mpi_launch import kill_a_rank_when, launch, start  # noqa: E402
+from number_words import number_words  # noqa: E402
+from small_run import MODEL, last_step, write_config, write_data  # noqa: E402
 
 TIMEOUT_S = 600
 SLOWED = [__file__, "--slowed"]
@@ -105,7 +105,7 @@ def ways():
 def soak(directory, steps, only):
     """Run all variants whose names match one of the patterns `only`; return their number."""
     number, all_ways = 0, ways()
-    for kind, write in (("", _config), (REWARDED, rewarded_config)):
+    for kind, write in (("", small_config), (REWARDED, rewarded_config)):
         chosen = [way for way in all_ways if way.name.startswith(REWARDED) == bool(kind) and matches(way.name, only)]
         killed = f"{kind}killed"
         if chosen or matches(killed, only):
@@ -145,25 +145,25 @@ class Soaking:
         way = Way(name, 4, PLAIN, {})
         for ranks, until in ((3, self._steps // 5), (2, 3 * self._steps // 5)):
             process = start(ranks, *self.command(way))
-            pids = _find_ranks(process.pid, ranks)
-            while _last_step(self._directory / name) < until:
-                assert process.poll() is None, process.stderr.read()
-                time.sleep(0.02)
-            os.kill(random.choice(pids), signal.SIGKILL)
-            assert finish(process).code != 0, "the run ended before it was killed"
+            is_due = partial(_has_done, self._directory / name, until)
+            assert kill_a_rank_when(process, is_due, TIMEOUT_S).code != 0, "the run ended before it was killed"
         return self.digest(way)
+
+
+def _has_done(run_dir, step):
+    return last_step(run_dir) >= step
+
+
+def small_config(directory):
+    """Write a data set and a configuration; return the path of the configuration."""
+    return write_config(write_data(directory / "small.h5"), directory)
 
 
 def rewarded_config(directory):
     """Write prompts, a reward function and a GRPO configuration; return the path of the configuration."""
     import yaml
-    from small_run import MODEL
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(60)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="59").save_pretrained(directory / "words")
+    number_words(59).save_pretrained(directory / "words")
     draws = random.Random(3)
     rows = [[draws.randrange(1, 59) for _ in range(draws.randrange(1, 9))] for _ in range(20)]
     lines = [json.dumps({"prompt": " ".join(map(str, row)), "start": row[-1]}) for row in rows]
@@ -193,7 +193,7 @@ def matches(name, only):
 
 def floats_differ(directory, steps):
     """Check that runs that sum gradients in fp32 differ, with all other settings as in the soak."""
-    found, config = set(), _config(directory)
+    found, config = set(), small_config(directory)
     for ranks in (1, 3):
         name = f"floats_{ranks}"
         where = ("--config", config, "--run.steps", steps, "--run.dir", directory / name, "--run.checkpoint_every", 5)

@@ -53,7 +53,7 @@ from odc_mpi.bench.measure import header, make_progress_printer, parse_sizes
 from odc_mpi.bench.transport import REDUCTIONS
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import kernels_unavailable_reason
-from odc_mpi.comm.windows.mapped_device_window import mapping_error
+from odc_mpi.comm.windows.device_window import mapping_error
 from odc_mpi.errors import AllRanksUserError, UserError, one_line_message
 from odc_mpi.formatting import format_size
 from odc_mpi.probe.device_probe import allocation_error

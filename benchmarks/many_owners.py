@@ -23,7 +23,7 @@ from odc_mpi.comm.reduce import mailbox
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import Memory, Message, Window, WindowFactory
+from odc_mpi.comm.windows.rma import Memory, Message, Window
 from odc_mpi.runtime.world import World
 
 #: Elements of each array per owner: few, since the shard of this rank is copied or added.
@@ -69,9 +69,9 @@ def measure(num_owners: int) -> dict[str, float]:
         world.size = num_owners
         specs = [ParameterSpec("p", (num_owners * SHARD_NUMEL,), True)]
         layouts = [FlatLayout.build("unit", specs, num_owners)] * NUM_ARRAYS
-        kind, gradient = WindowFactory(NobodysWindow), torch.ones(layouts[0].numel)
-        parameters = WindowParameters(world, torch.float32, kind)
-        accumulate = AccumulateGradientStore(world, torch.float32, kind)
+        gradient = torch.ones(layouts[0].numel)
+        parameters = WindowParameters(world, torch.float32, NobodysWindow)
+        accumulate = AccumulateGradientStore(world, torch.float32, NobodysWindow)
         mailboxes = MailboxGradientStore(world, torch.float32)
         stores = (parameters, accumulate, mailboxes)
         for store in stores:

@@ -22,20 +22,7 @@ _PUBLIC = {
     "Loader": "odc_mpi.data.loader",
     "UserError": "odc_mpi.errors",
 }
-__all__ = [
-    "Dataset",
-    "Islands",
-    "Loader",
-    "OuterLoop",
-    "ShardedModel",
-    "Tickets",
-    "UserError",
-    "World",
-    "__version__",
-    "prepare",
-    "shard_model",
-    "train",
-]
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Functions that shard a module across MPI ranks, and that choose the device and the way in which ranks communicate."""
+"""Functions that shard a module across MPI ranks, and that choose the device and how the ranks communicate."""
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ from odc_mpi.comm.factory import (
 )
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.mapped_device_window import mapping_error
+from odc_mpi.comm.windows.device_window import mapping_error
 from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
@@ -60,30 +60,27 @@ def shard_model(
             `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
-            keeps its dtype, for example float32 for adapters on a frozen bfloat16 base model. If the dtype is narrower
-            than float32, each rank keeps float32 master copies of its trainable slices for the optimizer.
-        reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. The default is the widest of
-            float32 and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers,
-            whose sums do not depend on the order of addition (docs/exact.md).
+            keeps its dtype. If it is narrower than float32, each rank keeps float32 master copies of its trainable
+            slices for the optimizer.
+        reduce_dtype: Dtype in which gradients are summed: float32, float64, or int64 for fixed-point numbers, whose
+            sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
+            dtypes in which trainable parameters are stored.
         activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
         prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
-            is 0). Each increment beyond 1 requires memory for one more unit and its gradients. If `prefetch` is
-            positive and MPI provides MPI_THREAD_MULTIPLE, fetches that call MPI and pushes run on two separate threads.
+            is 0). Each increment beyond 1 requires memory for one more unit and its gradients.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
         decision: Decision on how ranks communicate, by default that of `decide_for(world, device=device)`. With that of
-            `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison: every rank
-            must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
+            `decide_for(world, transport="collective")`, every rank must run the same number of microbatches, and
+            nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory in bytes on the computing device for gradients that are accumulated locally and
-            pushed once per minibatch. It may differ between ranks. "auto" uses a share of the free memory.
-        islands: Islands of `world`, each of which holds all parameters (docs/islands.md). By default, the parameters
-            are sharded across all ranks. In the mode "outer", each island trains a model of its own. Islands require
-            one-sided windows in host memory. The model closes them.
-        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
-            ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A
-            CUDA stream that uses the model must wait for other streams that have used it before.
+        gradient_cache_bytes: The same for gradients that are accumulated locally and pushed once per minibatch.
+        islands: Islands of `world`, each of which holds all parameters (docs/islands.md); in the mode "outer", those of
+            a model of its own. They require one-sided windows in host memory. The model closes them.
+        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
+            are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA stream that uses the
+            model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
@@ -101,10 +98,10 @@ def shard_model(
     world.run_on_all(lambda: check_cache_sizes(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
+    common_dtype = None if dtypes else param_dtype
     if decision is None:
         optimizes = optimizer_device == "cuda"
-        dtype = None if dtypes else param_dtype
-        size = device_shard_bytes(module, world.size, dtype, reduce_dtype, with_optimizer=optimizes)
+        size = device_shard_bytes(module, world.size, common_dtype, reduce_dtype, with_optimizer=optimizes)
         # Islands require windows in host memory.
         window_device = "cpu" if islands and device == "cuda" else "auto"
         decision = decide_for(world, device=device, window_device=window_device, shard_bytes=size)
@@ -122,12 +119,11 @@ def shard_model(
         islands = None
     sharing = islands.island if islands else world
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
-        sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
         settings = decision.settings
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        fits = _fits_node_cache(sharing, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
+        fits = _fits_node_cache(sharing, module, common_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
         shares = all(world.gather_objects(wants_cache))
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, shares, islands)
@@ -143,12 +139,10 @@ def shard_model(
     )
     optimizes_here = computing is None or optimizer_device == "cuda"
     free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
-    needs = model.cache_needs
-    model.cache_bytes = auto_cache_bytes(
-        free_bytes, num_ranks, needs.maximum, parameter_cache_bytes, gradient_cache_bytes
-    )
+    sizes = (parameter_cache_bytes, gradient_cache_bytes)
+    model.cache_bytes = auto_cache_bytes(free_bytes, num_ranks, model.cache_needs.maximum, *sizes)
     if world.rank == 0:
-        warn_about_budgets(model.cache_bytes, needs)
+        warn_about_budgets(model.cache_bytes, model.cache_needs)
     return model
 
 
@@ -168,24 +162,21 @@ def decide_for(
 ) -> Decision:
     """Probe the MPI library and decide how ranks communicate. Collective. Takes up to two seconds.
 
-    The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
-    `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs with the same MPI library, environment and hosts.
-    On one node, it is also tested whether ranks can map each other's GPU memory. MPI operations on GPU memory are not
-    tried, because they may crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
+    The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached for later
+    runs with the same MPI library, environment and hosts. MPI operations on GPU memory are not tried, because they may
+    crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
 
     Args:
-        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
-            baseline in benchmarks. "collective" needs no probe, and requires the defaults of all settings up to
-            `device`.
+        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host,
+            which needs no probe and requires the defaults of all settings up to `device`.
         zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
             "off" to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
             MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
         progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
         window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
-        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory, if zero-copy is used
-            and the parameter caches on each node could together hold the model (docs/caching.md). "off" to fetch each
-            array once per rank.
+        node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
+            "off" to fetch it once per rank.
         mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
         device: Device that computes: "cpu" or "cuda".
         shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
@@ -208,22 +199,15 @@ def decide_for(
     # An operation may crash, so it is only tried if a choice depends on the result.
     report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
-    maps_devices, not_mapped, objection = False, "", None
+    not_mapped, objection = None, None
     if computing is not None and window_device != "cpu":
         if world.num_nodes == 1 and (world.size > 1 or zero_copy == "off"):
             not_mapped = mapping_error(world, computing) or ""
-            maps_devices = not not_mapped
         objection = fit_objection(world, computing, shard_bytes)
         report = _with_device_report(report, world, computing)
+    on_device = computing is not None
     decision = world.run_on_all(
-        lambda: decide(
-            report,
-            settings,
-            on_device=computing is not None,
-            maps_devices=maps_devices,
-            mapping_error=not_mapped,
-            device_objection=objection,
-        )
+        lambda: decide(report, settings, on_device=on_device, mapping_error=not_mapped, device_objection=objection)
     )
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision
@@ -232,8 +216,7 @@ def decide_for(
 def choose_device(world: World) -> tuple[str, str]:
     """Choose the device for `run.device: auto`: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
 
-    Returns:
-        The device ("cuda" or "cpu") and the reason for the choice as text, both of which are the same on all ranks.
+    Returns the device and the reason for the choice as text, both of which are the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))
@@ -261,28 +244,28 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
 
 def _fits_node_cache(
     world: World,
-    sizes: Sequence[tuple[int, torch.dtype, bool]],
-    gradient_itemsize: int,
+    module: nn.Module,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
     inbox_bytes: int,
-    parameters: int | Literal["auto"],
-    gradients: int | Literal["auto"],
+    caches: tuple[int | Literal["auto"], int | Literal["auto"]],
 ) -> bool:
     """Return True if this node has memory for a full copy of the model in addition to its shards.
 
-    `sizes` contains the number of elements, the dtype and `requires_grad` of each parameter. `inbox_bytes` is the size
-    of a rank's mailbox. `parameters` and `gradients` are the sizes of a rank's caches, in bytes or "auto".
+    `param_dtype` is the dtype of all parameters; None if each keeps its own. `inbox_bytes` is the size of a rank's
+    mailbox. `caches` are the sizes of a rank's caches for parameters and gradients, in bytes or "auto".
     """
-    num_bytes = sum(numel * dtype.itemsize for numel, dtype, _ in sizes)
-    num_trained = sum(numel for numel, _, trained in sizes if trained)
-    narrow = any(trained and dtype.itemsize < 4 for _, dtype, trained in sizes)
+    num_bytes = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in module.parameters())
     # Not allocated yet: the windows of this node, its optimizer states, and fp32 copies of narrow parameters.
-    window_bytes = (num_bytes + num_trained * gradient_itemsize) * world.local_size // world.size
-    window_bytes += inbox_bytes * world.local_size
-    private_bytes = num_trained * (OPTIMIZER_BYTES + 4 * narrow) * world.local_size // world.size
-    available, shm_bytes = available_bytes() - window_bytes - private_bytes, free_shm_bytes()
+    window_bytes, all_bytes = (
+        world.local_size
+        * (inbox_bytes + device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizer))
+        for optimizer in (False, True)
+    )
+    shm_bytes = free_shm_bytes()
     if shm_bytes is not None and num_bytes + window_bytes > shm_bytes:
         return False
-    return node_cache_fits(num_bytes, available, world.local_size, parameters, gradients)
+    return node_cache_fits(num_bytes, available_bytes() - all_bytes, world.local_size, *caches)
 
 
 def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:

@@ -20,8 +20,7 @@ def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
     If a write fails, for example because the disk is full, `OSError` is raised on exit, and the file is incomplete.
     `options` are passed to `h5py.File`.
     """
-    with Path(path).open("xb+", buffering=0) as raw:
-        stream = _Stream(raw)
+    with _Stream(path, "xb+") as stream:
         try:
             with h5py.File(stream, "w", **options) as file:
                 yield file
@@ -31,32 +30,26 @@ def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
                 raise OSError(stream.error.errno, stream.error.strerror, str(path)) from stream.error
 
 
-class _Stream:
-    """Stream over a raw file, with the methods that h5py requires. It discards all writes after the first error."""
+class _Stream(io.FileIO):
+    """Raw file that discards all writes after the first error."""
 
-    def __init__(self, raw: io.FileIO) -> None:
-        self._raw = raw
-        self.error: OSError | None = None
-        self.seek, self.tell, self.read, self.readinto = raw.seek, raw.tell, raw.read, raw.readinto
+    error: OSError | None = None
 
-    def write(self, content: memoryview) -> int:
-        begin = self._raw.tell()
+    def write(self, content: memoryview) -> int:  # type: ignore[override]
+        begin = self.tell()
         try:
             num_written = 0
             while self.error is None and num_written < len(content):
-                num_written += self._raw.write(content[num_written:])
+                num_written += super().write(content[num_written:])
         except OSError as error:
             self.error = error
-        self._raw.seek(begin + len(content))
+        self.seek(begin + len(content))
         return len(content)
 
-    def truncate(self, num_bytes: int) -> int:
+    def truncate(self, num_bytes: int) -> int:  # type: ignore[override]
         try:
             if self.error is None:
-                return self._raw.truncate(num_bytes)
+                return super().truncate(num_bytes)
         except OSError as error:
             self.error = error
         return num_bytes
-
-    def flush(self) -> None:
-        """Do nothing, since the raw file has no buffer."""

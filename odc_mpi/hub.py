@@ -25,7 +25,7 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
-#: Time in seconds after which a download is aborted if no new bytes arrive.
+#: Seconds without new bytes after which a download is aborted.
 STALL_S = 60.0
 _POLL_S, _REPORT_S = 0.5, 10.0
 #: Child program, which ends even if this process is killed, and imports nothing from the working directory.
@@ -61,8 +61,10 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 def download_hint(path: str) -> str:
     """Return the end of an error message about a missing model: the command that downloads `path`, or "" for others."""
-    name, revision = parse_name(path) or ("", None)
-    return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
+    if (parsed := parse_name(path)) is None:
+        return ""
+    name, revision = parsed
+    return f", or run hf download {name}" + (f" --revision {revision}" if revision else "")
 
 
 def cached_model_path(path: str) -> str:
@@ -95,8 +97,11 @@ def resolve_model_path(
     if None not in gather(found):
         assert found is not None
         return found
+    # Imported late: only needed for names.
+    from huggingface_hub import is_offline_mode
+
     download = None
-    if found is None and downloads and not _is_offline():
+    if found is None and downloads and not is_offline_mode():
         download = _Download(path, weights, report)
     try:
         # Every rank takes part until all downloads have ended, so no rank waits for others longer than one poll.
@@ -106,7 +111,7 @@ def resolve_model_path(
         problem = download.close() if download else None
     found = _find(path, weights)
     missing = f"the repository lacks {'safetensors of all weights' if weights else 'a tokenizer'}"
-    problem = problem or ("HF_HUB_OFFLINE is set" if _is_offline() else missing)
+    problem = problem or ("HF_HUB_OFFLINE is set" if is_offline_mode() else missing)
     problems = [each for each in gather(None if found else problem) if each]
     if problems:
         raise AllRanksUserError(
@@ -137,8 +142,8 @@ class _Download:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._num_bytes, self._grew = -1, time.monotonic()
-        self._reported = self._grew
+        self._num_bytes = -1
+        self._grew = self._reported = time.monotonic()
         report(self._what)
 
     def has_ended(self) -> bool:
@@ -176,7 +181,6 @@ def _find(path: str, weights: bool) -> str | None:
     parsed = parse_name(path)
     if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path
-    # Imported late: only needed for names.
     from huggingface_hub import snapshot_download
 
     try:
@@ -202,9 +206,3 @@ def _is_complete(directory: Path, weights: bool) -> bool:
     elif (directory / "adapter_config.json").exists():
         return (directory / "adapter_model.safetensors").exists()
     return all((directory / file).exists() for file in ("config.json", *files))
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import is_offline_mode
-
-    return is_offline_mode()

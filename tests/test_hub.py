@@ -11,6 +11,7 @@ import pytest
 from odc_mpi import hub
 from odc_mpi.errors import UserError
 
+ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
@@ -166,10 +167,9 @@ def test_a_download_ends_with_its_process(tmp_path):
 from odc_mpi import hub
 hub._PROGRAM = {child + "time.sleep(60)"!r}
 hub._find = lambda path, weights: None
-hub._is_offline = lambda: False
 hub.resolve_model_path("pid", "model.path")
 """
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment)
     pid = wait_for(lambda: int((tmp_path / "pid").read_text()))
     parent.kill()

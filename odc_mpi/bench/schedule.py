@@ -9,8 +9,8 @@ duration multiplied by a scale. Sleeping ranks can share a core. Units are small
     one minibatch      all ranks begin at the same time; the time ends when the slowest rank has published parameters
     one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
-Results have the same type as those of the simulator, `SimulationResult`, with times divided by the scale. Schedules
-with split sequences are only simulated, because their chunks wait for keys and values, which are not computed here.
+Results have the same keys as those of the simulator, with times divided by the scale. Schedules with split sequences
+are only simulated, because their chunks wait for keys and values, which are not computed here.
 """
 
 import os
@@ -35,7 +35,7 @@ from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import FORWARD, Intervals, merge_intervals
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
-from odc_mpi.simulate.simulate import PAUSE_S, SCHEDULES, SPLIT, SimulationResult, floor_s, plan, simulate
+from odc_mpi.simulate.simulate import PAUSE_S, SCHEDULES, SPLIT, floor_s, plan, simulate, summarize
 
 #: Schedules to measure, which are all schedules without split sequences.
 MEASURED = tuple(name for name in SCHEDULES if name != SPLIT)
@@ -49,7 +49,7 @@ def measure(
     """Measure the schedules in `MEASURED` on the same minibatches, and simulate all schedules on rank 0. Collective.
 
     Times are scaled so that a perfectly balanced minibatch takes `step_s` seconds on average. Returns a JSON object
-    with the keys of `header`, the fields of the measured `SimulationResult`, and `simulated`, which contains the
+    with the keys of `header`, the measured results (see `summarize`), and `simulated`, which contains the
     simulated speed-ups on rank 0 and None on other ranks. Raises `AllRanksUserError` if there are several nodes.
     """
     if world.num_nodes > 1:
@@ -61,12 +61,12 @@ def measure(
     result = _run_schedules(world, scenario, step_s, report)
     return {
         **header(world, "schedule", before, slept_step_s=step_s),
-        **result.as_json(),
-        "simulated": simulate(scenario).speedup if world.rank == 0 else None,
+        **result,
+        "simulated": simulate(scenario)["speedup"] if world.rank == 0 else None,
     }
 
 
-def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> SimulationResult:
+def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> dict[str, Any]:
     minibatches = list(scenario.minibatches())
     scale = step_s / float(np.mean([floor_s(minibatch, scenario.max_tokens)[1] for minibatch in minibatches]))
     runners: dict[str, Runner] = {
@@ -83,7 +83,7 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
         runner.close()
     timings_of_ranks = world.gather_objects(samples)
     turns = range(len(minibatches))
-    return SimulationResult.from_times(
+    return summarize(
         scenario,
         {
             name: [max(timings[name][turn].end_s for timings in timings_of_ranks) / scale for turn in turns]
@@ -120,7 +120,7 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """Base class that runs plans of minibatches over a transport, which it allocates. Construction is collective."""
+    """Runs plans of minibatches over a transport. Construction is collective."""
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport
@@ -152,7 +152,7 @@ class Runner(ABC):
         """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
 
     def prepare_next(self) -> None:  # noqa: B027 - optional
-        """Reset the state for the next minibatch, after gradients are complete and before parameters are published."""
+        """Reset the state for the next minibatch, before parameters are published."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans over windows. Each rank runs its own microbatches, then claims microbatches that any rank may run."""
+    """Runs plans over windows. Each rank runs its own microbatches, then claims those that any rank may run."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -214,7 +214,7 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps without accumulating errors. `slept` contains the start and end of each sleep by `time.perf_counter`."""
+    """Sleeps without accumulating errors. `slept` contains the start and end of each sleep."""
 
     def __init__(self) -> None:
         self.slept: Intervals = []

@@ -6,11 +6,11 @@ Only the weights of one safetensors file are in memory at a time. Optimizer stat
 import json
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -28,9 +28,8 @@ FILE_BYTES = 1 << 30
 class Exporter(ABC):
     """Source of the content of an exported directory: the configuration, and tensors that are read one by one."""
 
-    #: Name of the weight files, without the number and the suffix.
+    #: Names of the weight files, without number and suffix, and of the configuration file.
     stem: str = "model"
-    #: Name of the configuration file.
     config_name: str = "config.json"
     #: Name of the default torch dtype for floating-point weights.
     dtype: str
@@ -104,16 +103,16 @@ def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
-    groups = list(_groups(exporter.sizes(dtype)))
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(groups, 1):
-        suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
-        file = f"{exporter.stem}{suffix}.safetensors"
-        total += _write_file(exporter, out / file, names, dtype)
-        weight_map |= dict.fromkeys(names, file)
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    split = split_state_dict_into_shards_factory(
+        exporter.sizes(dtype),
+        get_storage_size=lambda num_bytes: num_bytes,
+        filename_pattern=f"{exporter.stem}{{suffix}}.safetensors",
+        max_shard_size=FILE_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        _write_file(exporter, out / file, names, dtype)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(out / f"{exporter.stem}.safetensors.index.json", index)
 
 
@@ -129,25 +128,11 @@ def _write_side_files(exporter: Exporter, out: Path, dtype: str, side_files: Sid
     write_files(side_files.tokenizer, out)
 
 
-def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> int:
-    """Write the tensors of one file, and return their total size in bytes. The tensors are freed on return."""
+def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> None:
+    """Write the tensors of one file, which are freed on return."""
     tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     set_default_mode(path)
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file."""
-    group: list[str] = []
-    size = 0
-    for name, num_bytes in sizes.items():
-        if group and size + num_bytes > FILE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += num_bytes
-    yield group
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -69,9 +69,9 @@ def _fill_value(dtype: str, stored: np.dtype) -> int | float:
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
     """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
-    A range that begins or ends within a row of the first dimension is split into the end of a row, complete rows, and
-    the beginning of a row. Parts of rows are split recursively. For each part, in order, yields its start and stop, and
-    the hyperslab that has the same elements in the same order. `shape` must have at least one dimension.
+    For each part, in order, yields its start and stop, and the hyperslab that has the same elements in the same order.
+    The parts are the end of a row of the first dimension, complete rows, and the beginning of a row. Parts of rows are
+    split recursively. `shape` must have at least one dimension.
     """
     if start >= stop:
         return

@@ -51,7 +51,7 @@ class VersionError(UserError):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Record of a tensor: its kind, torch dtype (by name) and full shape, and its ranges in the files of the ranks.
+    """Kind, torch dtype (by name) and full shape of a tensor, and its ranges in the files of the ranks.
 
     The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
     state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are ordered and non-empty.
@@ -167,10 +167,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _from_json(body: Mapping[str, Any]) -> Manifest:
     tensors = {
-        path: TensorRecord(
-            record["kind"], record["dtype"], tuple(record["shape"]), tuple(tuple(part) for part in record["ranges"])
-        )
-        for path, record in body["tensors"].items()
+        path: TensorRecord(each["kind"], each["dtype"], tuple(each["shape"]), tuple(map(tuple, each["ranges"])))
+        for path, each in body["tensors"].items()
     }
     files = {name: FileRecord(**record) for name, record in body["files"].items()}
     names = ("step", "size", "scalars", "optimizer", "metadata")
@@ -181,14 +179,8 @@ def _check(manifest: Manifest) -> None:
     """Raise `ValueError` unless a manifest lists the files of all ranks and its ranges cover each tensor."""
     if type(manifest.step) is not int or type(manifest.size) is not int or not isinstance(manifest.metadata, dict):
         raise ValueError("step, size or metadata has another type")
-    if (
-        not isinstance(manifest.optimizer, str)
-        or not isinstance(manifest.scalars, dict)
-        or not all(
-            isinstance(numbers, dict) and all(isinstance(value, int | float) for value in numbers.values())
-            for numbers in manifest.scalars.values()
-        )
-    ):
+    numbers = [number for by_parameter in manifest.scalars.values() for number in by_parameter.values()]
+    if not isinstance(manifest.optimizer, str) or not all(isinstance(number, int | float) for number in numbers):
         raise ValueError("the state of the optimizer has another type")
     shards = manifest.files.keys() - {INDEX}
     if len(shards) != manifest.size or shards != {shard_name(manifest.step, rank) for rank in range(manifest.size)}:

@@ -1,8 +1,4 @@
-"""Reading slices of tensors from a checkpoint.
-
-The manifest contains the locations of the slices. Checksums are verified on reading. index.h5 is meant for other
-programs, and is not used.
-"""
+"""Reading slices of tensors from a checkpoint. Checksums are verified on reading; index.h5 is not used."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -41,23 +37,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Number of completed training steps."""
         return self.manifest.step
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
+    def read(self, path: str, start: int, stop: int) -> npt.NDArray:
         """Read elements `[start, stop)` of the flattened tensor `path` as a 1D array of the stored type.
 
-        All elements are read by default. Raises `UserError` if there is no such tensor, or if the data is damaged.
+        Raises `UserError` if there is no such tensor, or if the data is damaged.
         """
         record = self.record(path)
-        stop = record.numel if stop is None else stop
-        dtype = stored_type(record.dtype)
         parts = [
-            self._file(rank).read(path, max(start, first), min(stop, last)).astype(dtype, copy=False)
+            self._file(rank).read(path, max(start, first), min(stop, last))
             for rank, first, last in record.ranges
             if max(start, first) < min(stop, last)
         ]
-        values = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
-        if values.size != max(0, stop - start):
-            raise UserError(f"{self.directory} is damaged: it has {values.size} of {stop - start} elements of {path}")
-        return values
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, stored_type(record.dtype)), *parts])
 
     def record(self, path: str) -> TensorRecord:
         """Return the record of the tensor `path`. Raise `UserError` if there is no such tensor."""
@@ -89,8 +80,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         try:
             if checksum_of_file(path) != self.manifest.files[INDEX]:
                 yield f"{path} is damaged: its checksum does not match"
-        except FileNotFoundError:
-            yield f"{path} is missing"
         except OSError as error:
             yield f"cannot read {path}: {error.strerror}"
 

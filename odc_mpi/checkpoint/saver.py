@@ -5,18 +5,17 @@
     receive_reports   after the all-gather: if all ranks have written their files, rank 0 starts a thread that publishes
                       the checkpoint
 
-The files are written to a hidden directory, the index and the manifest last. Then the directory is renamed, so any
-directory with the name of a checkpoint is complete. If a rank cannot write its file, the unfinished checkpoint is
-removed, and training continues. The threads do not communicate.
+The files are written to a hidden directory, which is renamed last. If a rank cannot write its file, the unfinished
+checkpoint is removed, and training continues. The threads do not communicate.
 """
 
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -45,8 +44,7 @@ class BackgroundTask(threading.Thread, Generic[T]):
         del self._function  # with what it captured, such as the copied state
 
 
-@dataclass(frozen=True)
-class _PendingCheckpoint:
+class _PendingCheckpoint(NamedTuple):
     step: int
     writing: BackgroundTask[FileRecord]
     manifest: Manifest | None
@@ -58,7 +56,7 @@ class Saver:
 
     Args:
         directory: Directory for the checkpoints, on a file system that all nodes share.
-        token: Name of the run, which must be unique and equal on all ranks. It is part of the hidden directory's name.
+        token: Unique name of the run, equal on all ranks, which is part of the hidden directory's name.
         keep: Number of complete checkpoints to keep. 0 keeps all.
         warn: Thread-safe function that prints a line for the user.
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
@@ -79,12 +77,8 @@ class Saver:
         warn: Callable[[str], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._directory = directory
-        self._rank, self._size = rank, size
-        self._token = token
-        self._keep = keep
-        self._warn = warn
-        self._check = check
+        self._directory, self._rank, self._size, self._token = directory, rank, size, token
+        self._keep, self._warn, self._check = keep, warn, check
         self._pending: _PendingCheckpoint | None = None
         self._publishing: BackgroundTask[None] | None = None
         self.num_saved = self.num_failed = 0
@@ -169,10 +163,10 @@ class Saver:
             if failed:
                 raise OSError(f"rank {', '.join(map(str, failed))} could not write")
             assert head.manifest is not None
-            for rank, record in enumerate(files):
-                _require_visible(directory / shard_name(head.step, rank), record, rank)
-            self._check()
             files_by_name = {shard_name(head.step, rank): record for rank, record in enumerate(files)}
+            for rank, (name, record) in enumerate(files_by_name.items()):
+                _require_visible(directory / name, record, rank)
+            self._check()
             publish(directory, replace(head.manifest, files=files_by_name), self._directory / step_name(head.step))
         except Exception as error:
             self._warn(f"WARNING: checkpoint of step {head.step} not saved: {_format_error(error)}; training continues")

@@ -16,8 +16,8 @@ of the file are `format`, `version`, `step`, `rank` and `size`.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -39,14 +39,10 @@ _WRITE_BYTES = 1 << 22
 _CHECKSUMS = "checksums"
 
 
-@dataclass(frozen=True)
-class ShardEntry:
+class ShardEntry(NamedTuple):
     """Range of a flattened tensor whose full shape is `shape`, to be stored as the data set `path`.
 
-    Attributes:
-        values: Elements of the range in the stored type, contiguous, `[n]`.
-        start: Index of the first element of the range in the flattened tensor.
-        dtype: Name of the torch dtype of the tensor.
+    `values` are the elements from `start` on, contiguous, `[n]`, in the stored type of the torch dtype named `dtype`.
     """
 
     path: str
@@ -90,13 +86,8 @@ def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str
 def _create_dataset(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
     """Create a data set whose space in the file is allocated immediately, but not filled."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    group, _, name = path.rpartition("/")
-    parent = file.require_group(group) if group else file
-    space = h5py.h5s.create_simple((numel,))
-    return h5py.Dataset(h5py.h5d.create(parent.id, name.encode(), h5py.h5t.py_create(dtype), space, dcpl=plan))
+    return file.create_dataset(path, (numel,), dtype, dcpl=plan, fill_time="never")
 
 
 def _bytes_of(values: npt.NDArray) -> memoryview:
@@ -112,8 +103,7 @@ def _write(descriptor: int, content: memoryview, offset: int) -> list[int]:
         num_written = 0
         while num_written < len(part):
             num_written += os.pwrite(descriptor, part[num_written:], offset + begin + num_written)
-        # Linux then starts to write these pages to the disk while the next checksums are computed, not only at the end.
-        # This is a hint that a file system may refuse. The later sync reports disk errors.
+        # Linux then writes these pages to the disk while the next checksums are computed. A file system may refuse.
         with suppress(OSError):
             os.posix_fadvise(descriptor, offset + begin, len(part), os.POSIX_FADV_DONTNEED)
     return checksums
@@ -124,7 +114,7 @@ def _block_checksums(content: memoryview) -> list[int]:
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Read `num_bytes` bytes at an offset of a file. The result is shorter if the file ends earlier."""
+    """Read bytes at an offset of a file. The result is shorter if the file ends earlier."""
     content = np.empty(num_bytes, dtype=np.uint8)
     view, num_read = _bytes_of(content), 0
     while num_read < num_bytes and (count := os.preadv(descriptor, [view[num_read:]], offset + num_read)):
@@ -148,8 +138,7 @@ def checksum_of_file(path: Path) -> FileRecord:
         return FileRecord(os.fstat(file.fileno()).st_size, _checksum_of_rest(file.fileno(), ()))
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """Data set in a file at `offset`. `first_block` is the index of its first checksum in the table."""
 
     dtype: np.dtype
@@ -218,20 +207,20 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         """Read all tensors, and yield a message for each tensor that is damaged or cannot be read."""
         for path, stored in self._datasets.items():
             try:
-                blocks = -(-stored.num_bytes // BLOCK_BYTES)
-                for first in range(0, blocks, _WRITE_BYTES // BLOCK_BYTES):
-                    self._read_blocks(path, first, min(first + _WRITE_BYTES // BLOCK_BYTES, blocks))
+                for first in range(0, -(-stored.num_bytes // BLOCK_BYTES), _WRITE_BYTES // BLOCK_BYTES):
+                    self._read_blocks(path, first, first + _WRITE_BYTES // BLOCK_BYTES)
             except UserError as error:
                 yield str(error)
 
     def _read_blocks(self, path: str, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """Read and verify the blocks `[first, last)` of a data set, which may have fewer blocks."""
         stored = self._datasets[path]
-        begin = first * BLOCK_BYTES
-        num_bytes = min(last * BLOCK_BYTES, stored.num_bytes) - begin
+        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, stored.num_bytes)
         try:
-            content = _read(self._descriptor, stored.offset + begin, num_bytes)
+            content = _read(self._descriptor, stored.offset + begin, end - begin)
         except OSError as error:  # a bad sector, or an unreachable file server
             raise UserError(f"cannot read {self.path}, {path}: {error.strerror}") from error
+        last = -(-end // BLOCK_BYTES)
         expected = self._checksums[stored.first_block + first : stored.first_block + last].tolist()
         if _block_checksums(_bytes_of(content)) != expected:
             raise UserError(f"{self.path} is damaged: the checksum of {path} does not match")

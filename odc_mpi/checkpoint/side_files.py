@@ -20,15 +20,11 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class SideFiles:
-    """Tokenizer files and special tokens of an exported model.
+    """Tokenizer files and special tokens of a model exported from a run with the configuration `config`.
 
-    Args:
-        config: Configuration of the run.
-        base: Current location of the base model, from which the run started. By default, the run's `model.path`.
-
-    Attributes:
-        tokenizer: Contents of the tokenizer files to export, keyed by file name: those of the base model if its
-            tokenizer has a chat template, even if the run used another template, and otherwise those of the run.
+    `base` is the current location of the run's initial model, by default `model.path`. `tokenizer` contains the
+    tokenizer files, keyed by name: those of the base model if its tokenizer has a chat template, even if the run used
+    another template, and otherwise those of the run.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
@@ -43,7 +39,7 @@ class SideFiles:
         self.tokenizer = {name: content for name, content in files.items() if name != MODEL_CONFIG}
         # The exported tokenizer comes first.
         candidates = [base_tokenizer, loaded] if has_template else [loaded]
-        self._tokenizers = list({id(each): each for each in candidates if each is not None}.values())
+        self._tokenizers = [each for each in candidates if each is not None]
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return `config`, the content of config.json, with the special tokens of the tokenizer if it can be loaded."""

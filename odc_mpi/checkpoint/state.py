@@ -1,13 +1,10 @@
 """Saving and restoring the state of a model and its optimizer. Does not communicate.
 
-    snapshot    copy this rank's slices to host memory, from which a thread writes them
-    restore     read this rank's slices from a checkpoint, which a different number of ranks may have written
-
 The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
 all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
 omitted; the checkpoint's `metadata["base"]` describes the base model.
 
-`checkpoint.island_state` saves islands that train separately. A run without such islands restores the mean of their
+`training.islands.state` saves islands that train separately. A run without such islands restores the mean of their
 optimizer states.
 """
 
@@ -51,10 +48,8 @@ class TrainingState:
     def __init__(
         self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, *, omit_frozen_base: bool = False
     ) -> None:
-        self._model = model
+        self._model, self._optimizer, self._rank = model, optimizer, rank
         self._omit_frozen_base = omit_frozen_base
-        self._optimizer = optimizer
-        self._rank = rank
         # Reused: writing to fresh pages takes longer than the copy.
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -85,11 +80,10 @@ class TrainingState:
         return records
 
     def make_manifest(self, step: int, metadata: dict[str, object], records: Sequence[StateRecords]) -> Manifest:
-        """Return the manifest of the current state, without file records.
+        """Return the manifest of the current state after `step` steps, without file records.
 
-        The manifest is complete only on rank 0; other ranks omit tensors of which they have no part. `step` is the
-        number of completed training steps. `metadata` must be JSON-serializable. `records` are the `state_records` of
-        all ranks, by rank.
+        The manifest is complete only on rank 0; other ranks omit tensors of which they have no part. `metadata` must be
+        JSON-serializable. `records` are the `state_records` of all ranks, by rank.
         """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._model_ranges():
@@ -110,13 +104,11 @@ class TrainingState:
         return Manifest(step, len(records), tensors, scalars, type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer state of this rank's slices from a checkpoint.
+        """Restore the optimizer state of this rank's slices from a checkpoint, but not parameters.
 
-        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Parameters are
-        not restored; `CheckpointWeights` reads them. Raises `UserError` if the checkpoint was saved with a different
-        optimizer class, or is damaged.
+        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Call
+        `require_optimizer` first. Raises `UserError` if the checkpoint is damaged.
         """
-        require_optimizer(checkpoint, type(self._optimizer).__name__)
         tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
         prefixes = self._restored_prefixes(checkpoint.manifest)
         keys = sorted({path.partition(f"{OPTIMIZER}/")[2].partition("/")[0] for path in tensors} - {""})
@@ -162,21 +154,13 @@ class TrainingState:
                 yield TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
 
     def _slice_state(self, prefix: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield the state of this rank's slices: path without the name, name of the parameter, and values.
-
-        The values are one number per element of the slice, or one number, and `prefix` is that of the path.
-        """
+        """Yield the state of this rank's slices: path without the name, parameter name, and values or one number."""
         for name, parameter in self._model.named_shard_parameters():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if value is None:
                     continue
                 value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
-                if value.dim() and value.shape != parameter.shape:
-                    raise UserError(
-                        f"{type(self._optimizer).__name__} has state {key} of shape {list(value.shape)} for a slice of "
-                        f"{name} with {parameter.numel()} elements: a checkpoint can hold one number per element, or "
-                        "one number in all"
-                    )
+                assert not value.dim() or value.shape == parameter.shape, f"state {key} of shape {value.shape}"
                 yield f"{prefix}{OPTIMIZER}/{key}", name, value
 
     @cached_property
@@ -204,9 +188,7 @@ class CheckpointWeights:
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None, prefix: str = "") -> None:
-        self._checkpoint = checkpoint
-        self._base = base
-        self._prefix = prefix
+        self._checkpoint, self._base, self._prefix = checkpoint, base, prefix
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements `[start, stop)` of the flattened parameter `name`. Raise `UserError` if they are damaged."""

@@ -1,13 +1,12 @@
 """`odc-mpi bench`: run a benchmark.
 
 Unless it already runs under mpiexec, the command starts mpiexec. Only the ranks import the module of the benchmark in
-`odc_mpi.bench`. The exception is `odc-mpi bench start`, a single process that starts mpiexec several times.
+`odc_mpi.bench`.
 """
 
 import argparse
 import importlib
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,14 +24,12 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
-#: Default values of `--ranks` and `--units` for `bench start`.
-RANKS, UNITS = "2,4,8,16", "8,50"
 #: Function that prints one line about the progress of a benchmark.
 ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """Benchmark subcommand: its help text, a function that adds its options, and a function that runs it."""
+    """Benchmark subcommand."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -43,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand per benchmark, each with its options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
-        description = f"Measure {benchmark.help}. {'It' if name == 'start' else 'Outside mpiexec, it'} starts mpiexec."
+        description = f"Measure {benchmark.help}. Outside mpiexec, it starts mpiexec."
         one = benchmarks.add_parser(name, help=benchmark.help, description=description, allow_abbrev=False)
         benchmark.add_arguments(one)
         one.add_argument("--timeout-s", type=positive_int, default=900, metavar="S", help="time limit; default: 900")
@@ -66,10 +63,9 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on all ranks and return the exit code. Collective under mpiexec; otherwise, mpiexec is started.
+    """Call `measure` on all ranks with the module named `module`, the world, and a function that prints progress.
 
-    On each rank, `measure` is called with the module named `module`, the `World`, and a function that prints progress.
-    `ranks` is the number of ranks to start. It defaults to `--ranks` or, if that is not given, to 2.
+    Outside mpiexec, start `ranks` ranks, by default `--ranks` or 2. Returns the exit code.
     """
     if not is_launched():
         try:
@@ -103,11 +99,11 @@ def _add_transport(parser: argparse.ArgumentParser) -> None:
 
 def _run_transport(arguments: argparse.Namespace) -> int:
     sizes = parse_sizes(arguments.sizes)
-    return _measure_on_ranks(
-        arguments,
-        "odc_mpi.bench.transport",
-        lambda transport, world, progress: transport.measure(world, sizes, arguments.repeats, progress),
-    )
+
+    def measure(transport: Any, world: "World", progress: ProgressPrinter) -> Any:
+        return transport.measure(world, sizes, arguments.repeats, progress)
+
+    return _measure_on_ranks(arguments, "odc_mpi.bench.transport", measure)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -143,67 +139,17 @@ def _run_train(arguments: argparse.Namespace) -> int:
     if is_launched():  # a library that cannot be loaded must fail before MPI starts
         with gc_paused():
             importlib.import_module("odc_mpi.models.build")
-    return _measure_on_ranks(
-        arguments,
-        "odc_mpi.bench.train",
-        lambda train, world, progress: train.measure(
-            world,
-            train.configuration(world, arguments.config, progress),
-            arguments.steps,
-            arguments.repeats,
-            progress,
-            exact=arguments.exact,
-        ),
-    )
+
+    def measure(train: Any, world: "World", progress: ProgressPrinter) -> Any:
+        config = train.configuration(world, arguments.config, progress)
+        return train.measure(world, config, arguments.steps, arguments.repeats, progress, exact=arguments.exact)
+
+    return _measure_on_ranks(arguments, "odc_mpi.bench.train", measure)
 
 
-def _add_start(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: small models")
-    parser.add_argument(
-        "--ranks", type=_counts, default=_counts(RANKS), metavar="LIST", help=f"numbers of ranks; default: {RANKS}"
-    )
-    help_text = f"numbers of units of the small models; default: {UNITS}"
-    parser.add_argument("--units", type=_counts, metavar="LIST", help=help_text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _counts(text: str) -> list[int]:
-    """Parse a list of integers, such as ``2,4,8``, each of which must be at least 2, and remove duplicates."""
-    counts = [positive_int(word.strip()) for word in text.split(",")]
-    if min(counts) < 2:
-        raise argparse.ArgumentTypeError(f"expected numbers of at least 2, such as 2,4,8, got {text!r}")
-    return list(dict.fromkeys(counts))
-
-
-def _run_start(arguments: argparse.Namespace) -> int:
-    from odc_mpi.bench import start
-
-    if is_launched():
-        raise UserError("bench start starts mpiexec itself: run it without mpiexec and srun")
-    if arguments.config and arguments.units:
-        raise UserError("--units: only for the small models of bench start: remove it, or --config")
-
-    def train(ranks: int, words: Sequence[str]) -> int:
-        return mpiexec.run(ranks, ["train", *words], timeout_s=arguments.timeout_s, stdout=subprocess.DEVNULL)
-
-    try:
-        result = start.measure(
-            train, arguments.config, arguments.ranks, arguments.units or _counts(UNITS), make_progress_printer(rank=0)
-        )
-    except TimeoutError as error:
-        print_error(error)
-        return 1
-    print_result(result, arguments.json)
-    return 0
-
-
+_SCHEDULE = "windows, collectives and tickets, with sleeps in place of computation"
 BENCHMARKS = {
-    "transport": Benchmark(
-        "fetches and pushes against memcpy, MPI collectives and gloo", _add_transport, _run_transport
-    ),
-    "schedule": Benchmark(
-        "windows, collectives and tickets, with sleeps in place of computation", _add_schedule, _run_schedule
-    ),
+    "transport": Benchmark("fetches and pushes against memcpy, collectives and gloo", _add_transport, _run_transport),
+    "schedule": Benchmark(_SCHEDULE, _add_schedule, _run_schedule),
     "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
-    "start": Benchmark("the seconds until the first step by phase, ranks and units", _add_start, _run_start),
 }

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify data sets and print one line per file. Return 2 if any file is damaged or not a data set, otherwise 0."""
-    from odc_mpi.data.dataset.verify import verify_dataset
+    from odc_mpi.data.dataset.reader import verify_dataset
     from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 
     code = 0

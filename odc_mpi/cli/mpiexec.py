@@ -25,12 +25,11 @@ MAX_RANKS = 64
 GRACE_S = 10.0
 
 
-def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int | None = None) -> int:
+def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks on this node, and wait until they end.
 
-    The ranks inherit this process's standard error. `stdout` is passed to `subprocess.Popen`, which starts mpiexec. On
-    SIGINT or SIGTERM, this function terminates mpiexec and raises KeyboardInterrupt. Returns the exit code of mpiexec
-    or, if a signal killed mpiexec, 128 plus the signal number.
+    The ranks inherit this process's standard streams. On SIGINT or SIGTERM, this function terminates mpiexec and raises
+    KeyboardInterrupt. Returns the exit code of mpiexec or, if a signal killed mpiexec, 128 plus the signal number.
 
     Raises:
         UserError: mpiexec is not installed, or `ranks` exceeds the maximum for one node.
@@ -48,7 +47,6 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int |
                 [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
                 env=_OPEN_MPI | os.environ,
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends mpiexec cleanly
             )
             stack.callback(_end, process)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
-from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
+from odc_mpi.models.configuration import ATTENTION_IMPLEMENTATIONS, unsupported_reason
 from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ BASE_HELP = "for adapters: directory or hub name of their base model; default: i
 
 
 def output(text: str) -> Path:
-    """Convert `text` to the path of an output file or directory. Raises an error if `text` is empty."""
+    """Convert `text`, which must not be empty, to the path of an output file or directory."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty string")
     return Path(text)
@@ -54,8 +54,10 @@ def size_in_bytes(text: str) -> int:
 
 def attention_name(text: str) -> str:
     """Return `text` unchanged if it names a supported attention implementation."""
-    if text not in SUPPORTED:
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
+    if text not in ATTENTION_IMPLEMENTATIONS:
+        raise argparse.ArgumentTypeError(
+            f"expected {' or '.join(ATTENTION_IMPLEMENTATIONS)}, got {text!r}{unsupported_reason(text)}"
+        )
     return text
 
 
@@ -75,14 +77,10 @@ def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], *
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for field, (number, option) in options_of(kind).items():
         default = defaults.get(field, getattr(kind, field))
-        metavar = "SIZE" if option.is_size else "N" if number is int else "X"
+        convert, metavar = (size_in_bytes, "SIZE") if option.is_size else (number, "N" if number is int else "X")
+        help_text = f"{option.help}; default: {default:g}"
         parser.add_argument(
-            option_name(field),
-            dest=field,
-            type=size_in_bytes if option.is_size else number,
-            default=default,
-            metavar=metavar,
-            help=f"{option.help}; default: {default:g}",
+            option_name(field), dest=field, type=convert, default=default, metavar=metavar, help=help_text
         )
 
 

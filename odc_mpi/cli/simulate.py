@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         result = simulate_rollouts(build_scenario(arguments, RolloutScenario))
     else:
         scenario = build_scenario(arguments, Scenario)
-        result = simulate(scenario).as_json()
+        result = simulate(scenario)
     print_result({"benchmark": "simulate", **result}, arguments.json)
     if not (is_grpo or arguments.json):
         print(f"\n{recommend_batch_size(scenario)}")

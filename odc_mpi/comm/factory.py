@@ -1,13 +1,12 @@
-"""Factories for transports (`comm.transport`), which combine a group, a parameter store and a gradient store.
+"""Functions that build transports (`comm.transport`) without communication.
 
-Building a transport does not communicate, but `Transport.allocate` is collective. The functions that build a transport
-raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype. When
-the `World` closes, it also closes its transports.
+They raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
-from odc_mpi.comm.group import SeparateIslandsGroup, WorldGroup
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
@@ -24,12 +23,10 @@ from odc_mpi.comm.reduce.device_slots import DeviceSlots, MappedDeviceSlots
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore, SlotsFactory
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.device_window import device_windows
-from odc_mpi.comm.windows.mapped_device_window import mapped_device_windows
+from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, HOST_WINDOW
-from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, SharedWindow, Window
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
 
@@ -47,13 +44,13 @@ def gradient_store_factories(
         device: Device in whose memory the windows are allocated. None means host memory.
         mapped: True if the ranks of a node map the memory of the devices. Then only "mailbox" is available.
     """
-    kind = HOST_WINDOW if device is None else device_windows(device)
+    accumulate: GradientStoreFactory = AccumulateGradientStore
     slots: SlotsFactory = HostSlots
     if device is not None:
+        accumulate = partial(AccumulateGradientStore, kind=partial(DeviceWindow, device=device), on_host=False)
         slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
-    accumulate: dict[str, GradientStoreFactory] = {"accumulate": partial(AccumulateGradientStore, kind=kind)}
     mailbox = partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots)
-    return ({} if mapped else accumulate) | {"mailbox": mailbox}
+    return {"mailbox": mailbox} if mapped else {"accumulate": accumulate, "mailbox": mailbox}
 
 
 def window_transport(
@@ -74,27 +71,23 @@ def window_transport(
     Args:
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
         mapped: True if the ranks are on one node, and map the memory of each other's devices.
-        zero_copy: If True, ranks on the same node map each other's parameter shards into their address spaces and read
-            them directly. Ignored if `device` is not None.
+        zero_copy: If True, ranks on the same node read each other's parameter shards in place. Ignored with a device.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
-            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the arrays are sharded across several nodes with
-            several ranks on this one.
-        reduction: Gradient store factory: one of the values of `gradient_store_factories` for this device.
+            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and there are several nodes with several ranks on this
+            one.
+        reduction: One of the values of `gradient_store_factories` for this device.
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows. In
-            the mode "outer", the arrays of the islands are not connected.
+        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows.
     """
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
     if device is None:
-        group = WorldGroup(world, progress=progress, islands=islands)
-        if islands and islands.mode == "outer":
-            group = SeparateIslandsGroup(world, islands, progress=progress)
-        parameters = WindowParameters(sharing, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
+        group = Group(world, progress=progress, islands=islands)
+        parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else Window)
         transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
         if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
             cache = NodeCache(parameters)
-            transport = replace(transport, parameters=cache, storages=(*transport.storages, cache))
+            transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
         if islands and islands.mode == "hybrid":
             exchange = IslandExchange(islands, parameters, gradients, reduction(islands.column, reduce_dtype))
             transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
@@ -102,8 +95,8 @@ def window_transport(
     assert islands is None
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
-    group = WorldGroup(world, progress=progress)
-    kind = mapped_device_windows(device) if mapped else device_windows(device)
+    group = Group(world, progress=progress)
+    kind: Any = partial(MappedDeviceWindow if mapped else DeviceWindow, device=device)
     on_device = DeviceParameters(world, param_dtype, device, kind)
     return Transport(
         group,
@@ -123,24 +116,23 @@ def single_rank_transport(
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
     # Without threads, because kernels enqueued by a second thread would not be ordered with those of the first.
-    return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
+    return Transport(Group(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
 
 
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
     """Build the baseline transport, which uses MPI collectives and keeps its shards in private memory."""
-    group = WorldGroup(world)
+    group = Group(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
     return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=False, one_sided=False)
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Wrap the transport `inner`, whose shards are in host memory, for a model on a device. Returns the wrapper.
+    """Return a transport for a model on a device that uses `inner`, whose shards are in host memory.
 
-    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated. Do
-    not use it directly afterwards.
+    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated.
     """
     assert isinstance(inner.parameters, WindowParameters | NodeCache)
     pinned = PinnedMemory(inner.storages, device)

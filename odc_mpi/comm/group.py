@@ -1,97 +1,121 @@
-"""Group of all ranks in a `World`. Its MPI collectives are non-blocking, and ranks sleep between polls for completion.
+"""Group of ranks across which parameters are sharded, with their synchronization points.
 
-`gradients_complete` and `norm` are all-gathers of a few numbers, and `parameters_published` is a barrier.
+The collectives are non-blocking, and ranks sleep between polls for completion. MPI is imported only for type checking,
+because transports without MPI use this module as well.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from mpi4py import MPI
-from typing_extensions import override
 
-from odc_mpi.comm.islands.islands import Islands
-from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Group
-from odc_mpi.runtime.world import World
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from odc_mpi.comm.islands.islands import Islands
+    from odc_mpi.comm.progress import ProgressThread
+    from odc_mpi.comm.transport import ShardStorage
+    from odc_mpi.runtime.world import World
 
 
-class WorldGroup(Group):
-    """Group of all ranks in a `World`. If `progress` is True, a background thread drives MPI progress.
+class Group:
+    """Ranks across which the parameters are sharded, with their collective operations.
 
-    If `islands` are given, they share one model.
+    All ranks of `world` take part in the collectives.
+
+    Args:
+        progress: If True, a background thread drives MPI progress (`comm.progress`).
+        islands: Islands of `world`, which share one model or, in the mode "outer", train one model each.
+
+    Attributes:
+        rank: Index of this rank among the ranks that share a model.
+        size: Number of ranks that share a model.
+        island: World of the ranks that fetch from and push to each other. Without islands, `world`.
+        num_islands: Number of islands that share one model, or 1 if there are none.
+        num_replicas: Number of replicas of the model that are trained separately, each sharded across `size` ranks.
+        replica: Index of this rank's replica.
+        num_collectives: Number of collectives so far: synchronization points, plus fetches and pushes if they are
+            collective.
     """
 
-    def __init__(self, world: World, *, progress: bool = False, islands: Islands | None = None) -> None:
+    num_islands = num_replicas = 1
+    replica = num_collectives = 0
+
+    def __init__(self, world: "World", *, progress: bool = False, islands: "Islands | None" = None) -> None:
+        self.world = self.island = world
         self.rank, self.size = world.rank, world.size
+        if islands is not None:
+            self.island = islands.island
+            if islands.mode == "outer":
+                self.rank, self.size = islands.island.rank, islands.island.size
+                self.replica, self.num_replicas = islands.index, islands.size
+            else:
+                self.num_islands = islands.size
         self._islands = islands
-        self.num_islands = islands.size if islands else 1
-        self._island = WorldGroup(islands.island) if islands else self
-        self._world = world
         self._wants_progress = progress
         self._progress: ProgressThread | None = None
 
-    @override
     @property
-    def island(self) -> Group:
-        return self._island
+    def own_rows(self) -> slice:
+        """Rows of the ranks of this rank's replica in the reports of all ranks."""
+        return slice(self.replica * self.size, (self.replica + 1) * self.size)
 
-    @override
-    def is_on_this_node(self, rank: int) -> bool:
-        return rank in self._world.node_ranks
-
-    @override
-    def require_same(self, value: str, what: str) -> None:
-        self._world.require_same(value, what)
-
-    @override
     def reserve(self, plan: Callable[[], int]) -> None:
-        num_bytes = self._world.run_on_all(plan)
-        if num_bytes:
-            others = self._world.job.num_models
-            beside = f" (beside those of {others} other models, which close() frees)" if others else ""
-            self._world.require_shared_memory(num_bytes, f"the parameter and gradient windows{beside}")
+        """Call `plan` on every rank and check that each node has enough shared memory for its ranks. Collective.
 
-    @override
+        `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if the check
+        fails or `plan` raises `UserError` or `OSError` on any rank.
+        """
+        num_bytes = self.world.run_on_all(plan)
+        if num_bytes:
+            others = self.world.job.num_models
+            beside = f" (beside those of {others} other models, which close() frees)" if others else ""
+            self.world.require_shared_memory(num_bytes, f"the parameter and gradient windows{beside}")
+
     def open(self, close: Callable[[], None]) -> None:
-        self._world.on_close(close)
+        """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
+
+        `close` is called when the `World` closes, unless `free` has been called by then.
+        """
+        self.world.on_close(close)
         self._close = close
-        self._world.job.num_models += 1
+        self.world.job.num_models += 1
         # Each collective has its own communicator. A rank that skips a collective therefore waits in the next one until
         # the deadline, whose message names it, instead of receiving the numbers of another collective.
-        with self._world.collective("duplicating the communicator"):
-            self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
+        with self.world.collective("duplicating the communicator"):
+            self._gradients_comm, self._norm_comm, self._publish_comm = (self.world.comm.Dup() for _ in range(3))
         if self._wants_progress:
-            self._progress = ProgressThread(self._world, self._world.progress.run_tasks)
+            from odc_mpi.comm.progress import ProgressThread
+
+            self._progress = ProgressThread(self.world, self.world.progress.run_tasks)
         self.parameters_published()
 
-    @override
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
+        """Gather the reports of all ranks, each `[k]` float64, as `[num_replicas * size, k]`. Collective."""
         return self._allgather(self._gradients_comm, report, "synchronizing at gradients_complete")
 
-    @override
     def norm(self, values: np.ndarray) -> np.ndarray:
+        """Sum `values`, `[k]` float64, over the ranks of each replica. Collective.
+
+        Returns the sums, float64 `[num_replicas, k]`, which are bitwise identical on every rank.
+        """
         # Not an all-reduce, whose order of addition differs from rank to rank in some libraries.
         rows = self._allgather(self._norm_comm, values, "synchronizing at grad_norm")
         return np.stack([part.sum(axis=0) for part in np.split(rows, self.num_replicas)])
 
-    @override
     def parameters_published(self) -> None:
+        """Wait until all ranks have published their parameters. Collective."""
         self.num_collectives += 1
-        self._world.wait_collective(self._publish_comm.Ibarrier(), "synchronizing at parameters_published")
+        self.world.wait_collective(self._publish_comm.Ibarrier(), "synchronizing at parameters_published")
 
-    @override
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._world.broadcast(tensor)
+        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor from rank 0. Collective."""
+        self.world.broadcast(tensor)
 
-    @override
-    def set_status(self, what: str, microbatch: int = 0) -> None:
-        self._world.set_status(what, microbatch)
-
-    @override
-    def free(self, storages: Sequence[ShardStorage]) -> None:
-        with self._world.collective("freeing the windows"):
+    def free(self, storages: Sequence["ShardStorage"]) -> None:
+        """Synchronize all ranks, stop the progress thread, and free the storages in reverse order. Collective."""
+        with self.world.collective("freeing the windows"):
             if self._progress is not None:
                 self._progress.close()
             for storage in reversed(storages):
@@ -101,30 +125,12 @@ class WorldGroup(Group):
             if self._islands is not None:
                 self._islands.close()
         self._progress = None
-        self._world.job.num_models -= 1
-        self._world.cancel_on_close(self._close)
+        self.world.job.num_models -= 1
+        self.world.cancel_on_close(self._close)
 
-    def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
+    def _allgather(self, comm: "MPI.Intracomm", values: np.ndarray, what: str) -> np.ndarray:
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
-        gathered = np.empty((self._world.size, values.size))
-        self._world.wait_collective(comm.Iallgather(values, gathered), what)
+        gathered = np.empty((self.world.size, values.size))
+        self.world.wait_collective(comm.Iallgather(values, gathered), what)
         return gathered
-
-
-class SeparateIslandsGroup(WorldGroup):
-    """Group of the ranks in this rank's island, of which each trains a model of its own.
-
-    All ranks of the world take part in the collectives.
-    """
-
-    def __init__(self, world: World, islands: Islands, *, progress: bool = False) -> None:
-        super().__init__(world, progress=progress)
-        self.rank, self.size = islands.island.rank, islands.island.size
-        self.replica, self.num_replicas = islands.index, islands.size
-        self._islands = islands
-
-    @override
-    def is_on_this_node(self, rank: int) -> bool:
-        assert self._islands is not None
-        return rank in self._islands.island.node_ranks

@@ -1,13 +1,9 @@
-"""Counter for the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
-
-It does not count accesses to this rank's own shards, zero-copy fetches, fetches of arrays that are already in the
-node's cache (`comm.windows.node_cache`), or message headers.
-"""
+"""Counter for the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes."""
 
 import functools
 from collections import Counter
 
-from odc_mpi.comm.shard_storage import ranges_by_owner
+from odc_mpi.comm.layout import ranges_by_owner
 from odc_mpi.comm.transport import Transport
 
 #: Places where other ranks can be: on this rank's node, or on other nodes.
@@ -15,7 +11,9 @@ PLACES = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
-    """Counter for the bytes that this rank fetches from and pushes to other ranks. Not thread-safe.
+    """Counter for the bytes that this rank transfers from and to the shards of other ranks. Not thread-safe.
+
+    Zero-copy fetches, fetches of arrays that are already in the node's cache, and message headers do not count.
 
     Attributes:
         fetched: Bytes fetched since construction from ranks on the same node and on other nodes (keys: `PLACES`).
@@ -42,7 +40,8 @@ class TrafficCounter:
 
     def bytes_since_last_call(self) -> list[int]:
         """Return the bytes fetched since the last call, then those pushed, each in the order of `PLACES`."""
-        for index in self._transport.parameters.take_shared_fetches():
+        cache = self._transport.node_cache
+        for index in cache.take_shared_fetches() if cache else ():
             self.fetched = self.fetched - self._bytes_of(index)
         if self._transport.exchange:
             received, pushed = self._exchanged
@@ -56,20 +55,20 @@ class TrafficCounter:
         return self._by_owner(index, 0, parameters.layouts[index].numel, parameters.dtype_of(index).itemsize)
 
     def _by_place(self, index: int, start: int, stop: int, itemsize: int) -> Counter[str]:
-        layout, group, counts = self._transport.parameters.layouts[index], self._transport.group.island, Counter[str]()
-        for owner, begin, end in ranges_by_owner(layout.shard_numel, group.rank, start, stop):
-            if owner != group.rank:
-                counts[PLACES[not group.is_on_this_node(owner)]] += (end - begin) * itemsize
+        layout, island, counts = self._transport.parameters.layouts[index], self._transport.group.island, Counter[str]()
+        for owner, begin, end in ranges_by_owner(layout.shard_numel, island.rank, start, stop):
+            if owner != island.rank:
+                counts[PLACES[owner not in island.node_ranks]] += (end - begin) * itemsize
         return counts
 
     @functools.cached_property
     def _exchanged(self) -> list[Counter[str]]:
         """Bytes received from and pushed to other islands per minibatch, by place."""
         assert self._transport.exchange is not None
-        result, group = [], self._transport.group
+        result, node_ranks = [], self._transport.group.world.node_ranks
         for num_bytes in self._transport.exchange.bytes_per_minibatch():
             counts = Counter[str]()
             for rank, count in num_bytes.items():
-                counts[PLACES[not group.is_on_this_node(rank)]] += count
+                counts[PLACES[rank not in node_ranks]] += count
             result.append(counts)
         return result

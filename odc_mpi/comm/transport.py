@@ -1,6 +1,6 @@
 """Communication interface of a sharded model.
 
-    Group            the ranks, their collectives, and the status that each rank publishes for timeout messages
+    Group            the ranks and their synchronization points (`comm.group`)
     ParameterStore   this rank's shard of every flat array (`comm.layout`); fetches and releases full arrays
     GradientStore    this rank's gradient shard of every trainable array; pushes gradients to the owners of the elements
 
@@ -20,27 +20,31 @@ Within a minibatch, ranks communicate only through fetches and pushes. `comm.fac
     single_rank  memory of the device      device        KEEP           yes        no        yes
     collective   private memory            host          COPY           no         no        no
 
-When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
-supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
-(`comm.windows.node_cache`). Otherwise, it has COPY access. Threads require MPI_THREAD_MULTIPLE. With islands
-(`comm.islands`), ranks fetch from and push to their own island only, and an `Exchange` connects the islands.
+With zero-copy on one node, the `window` transport has VIEW access, or KEEP access if torch supports it. With a node
+cache (`comm.windows.node_cache`), it has NODE access, and otherwise COPY access. Threads require MPI_THREAD_MULTIPLE.
+With islands (`comm.islands`), ranks fetch from and push to their own island only, and an `IslandExchange` connects the
+islands.
 
-A `comm.shard_storage.ShardStorage` owns the memory of the shards. One class is often both a store and a storage. A
-store can also wrap another store and use its storage, as in `comm.device.staged`.
+A `ShardStorage` owns the memory of the shards. One class is often both a store and a storage.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.buffers import BufferPool, empty_host
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Exchange, ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
+
+if TYPE_CHECKING:
+    from odc_mpi.comm.islands.exchange import IslandExchange
+    from odc_mpi.comm.windows.node_cache import NodeCache
 
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,82 +65,6 @@ class Access(Enum):
     def transfers(self) -> bool:
         """True if a fetch may transfer data. If False, a fetch merely returns a view."""
         return self in (Access.COPY, Access.NODE)
-
-
-class Group(ABC):
-    """Ranks across which the parameters are sharded, with their collective operations."""
-
-    rank: int
-    size: int
-    #: Number of collectives so far: synchronization points, plus fetches and pushes if they are collective.
-    num_collectives: int = 0
-
-    #: Number of islands (`comm.islands`) that share one model, or 1 if there are none.
-    num_islands: int = 1
-    #: Number of replicas of the model that are trained separately, each sharded across `size` ranks, and the index of
-    #: this rank's replica.
-    num_replicas: int = 1
-    replica: int = 0
-
-    @property
-    def own_rows(self) -> slice:
-        """Rows of the ranks of this rank's replica in the reports of all ranks."""
-        return slice(self.replica * self.size, (self.replica + 1) * self.size)
-
-    @property
-    def island(self) -> "Group":
-        """Group of the ranks in this rank's island, which fetch from and push to each other; `self` without islands."""
-        return self
-
-    def is_on_this_node(self, rank: int) -> bool:
-        """Return True if `rank` is on the same node as this rank."""
-        return True
-
-    @abstractmethod
-    def require_same(self, value: str, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if `value`, described by `what`, differs between ranks. Collective."""
-
-    @abstractmethod
-    def reserve(self, plan: Callable[[], int]) -> None:
-        """Call `plan` on every rank and check that each node has enough shared memory for its ranks. Collective.
-
-        `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if the check
-        fails or `plan` raises `UserError` or `OSError` on any rank.
-        """
-
-    @abstractmethod
-    def open(self, close: Callable[[], None]) -> None:
-        """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
-
-        `close` is called when the `World` closes, unless `free` has been called by then.
-        """
-
-    @abstractmethod
-    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the reports of all ranks, each `[k]` float64, as `[num_replicas * size, k]`. Collective."""
-
-    @abstractmethod
-    def norm(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, `[k]` float64, over the ranks of each replica. Collective.
-
-        Returns the sums, float64 `[num_replicas, k]`, which are bitwise identical on every rank.
-        """
-
-    @abstractmethod
-    def parameters_published(self) -> None:
-        """Wait until all ranks have published their parameters. Collective."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor from rank 0. Collective."""
-
-    @abstractmethod
-    def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish this rank's activity, which other ranks print if they time out. See `World.set_status`."""
-
-    @abstractmethod
-    def free(self, storages: Sequence["ShardStorage"]) -> None:
-        """Synchronize all ranks, stop the progress thread, and free the storages in reverse order. Collective."""
 
 
 class ParameterStore(ABC):
@@ -185,14 +113,13 @@ class ParameterStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for the event.
+        """Record an event on the current stream, for which the next `start_fetch` into `buffer` waits.
 
-        Call this method on the computing thread after enqueuing all kernels that use `buffer`. `start_fetch` may then
-        run on another thread.
+        Call this method on the computing thread after enqueuing all kernels that use `buffer`.
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Acquire a buffer for `start_fetch` and record its event. Call this method on the computing thread."""
+        """Return a buffer for `start_fetch`, with its event recorded. Call this method on the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
@@ -205,15 +132,6 @@ class ParameterStore(ABC):
     def release(self, fetched: torch.Tensor) -> None:
         """Release a fetched array. Its buffer, if it has one, is reused once no other tensor shares its memory."""
         self.buffers.release(fetched)
-
-    @property
-    def node_cache_bytes(self) -> int:
-        """Size in bytes of this rank's share of the node's parameter cache, or 0 without such a cache."""
-        return 0
-
-    def take_shared_fetches(self) -> list[int]:
-        """Return the array index of each fetch since the last call that the node cache served without a transfer."""
-        return []
 
     @property
     def shard_bytes(self) -> int:
@@ -240,9 +158,8 @@ class GradientStore(ABC):
 
         Args:
             index: Index of a trainable array.
-            gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
+            gradient: Gradient of the elements from `start` on, `[n]` of `dtype`, contiguous. Call
                 `prepare_push(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
-            start: Index of the first of these elements in the array.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -250,22 +167,67 @@ class GradientStore(ABC):
         return empty_host(num_bytes)
 
     def prepare_push(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no preparation
-        """Prepare the next `push` of `gradient`, which may then run on another thread.
+        """Record an event for the next `push` of `gradient`, or start copying the gradient to the host.
 
-        Call this method on the computing thread after enqueuing the kernels that compute `gradient` on the current
-        stream. With a device, this records an event, or starts copying the gradient to the host.
+        Call this method on the computing thread after enqueuing the kernels that compute `gradient`.
         """
+
+
+class ShardStorage:
+    """Base class for owners of the memory of parameter or gradient shards.
+
+    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before
+    `Group.gradients_complete` and `complete` after it, `publish` before `Group.parameters_published`, and `sync` both
+    before and after it. By default, `plan` records the layouts and returns 0, and the other methods do nothing.
+    """
+
+    layouts: Sequence[FlatLayout] = ()
+
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
+        """Record the layouts of the arrays and return how many bytes of shared host memory `allocate` needs.
+
+        Raises `UserError` if a setting, such as a buffer size, is too small for the layouts.
+        """
+        self.layouts = tuple(layouts)
+        return 0
+
+    @property
+    def trainable_numels(self) -> dict[int, int]:
+        """Number of elements in this rank's shard of each trainable array, by array index."""
+        return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
+
+    def allocate(self) -> None:
+        """Allocate zero-filled memory for the planned layouts. Collective. Call this method only once."""
+
+    def flush(self) -> None:
+        """Complete all of this rank's gradient pushes at their targets. One-sided."""
+
+    def complete(self) -> None:
+        """Add received gradients to this rank's shards, unless they have already been added."""
+
+    def publish(self) -> None:
+        """Send this rank's parameters to the ranks that store copies of them. One-sided."""
+
+    def sync(self) -> None:
+        """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
+
+    def mapped_memory(self) -> list[torch.Tensor]:
+        """Return the mapped host memory from which a device can copy once it is pinned. Empty by default."""
+        return []
+
+    def free(self) -> None:
+        """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""
 
 
 @dataclass(eq=False, repr=False)
 class Transport:
-    """A group, a parameter store, a gradient store and, with islands, an exchange, with the synchronization points.
+    """A group, a parameter store and a gradient store, with the synchronization points.
 
-    Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
-    `REDUCE_DTYPES`.
+    Construction raises ValueError unless the dtypes are in `PARAMETER_DTYPES` and `REDUCE_DTYPES`.
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
+        node_cache: Cache of parameters that the node shares, also one of the `storages`, or None.
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if several threads may call the stores concurrently, False if only the computing thread may.
@@ -278,7 +240,8 @@ class Transport:
     gradients: GradientStore
     storages: Sequence[ShardStorage]
     _: KW_ONLY
-    exchange: Exchange | None = None
+    node_cache: "NodeCache | None" = None
+    exchange: "IslandExchange | None" = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     thread_safe: bool = True
     one_sided: bool = True
@@ -293,8 +256,8 @@ class Transport:
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
-        `close` is called if the `World` closes before this transport does. It must call the transport's `close` method,
-        which is also the default. Raises `AllRanksUserError` on every rank if any node has too little shared memory.
+        `close` is called if the `World` closes before this transport does, and must call the transport's `close`.
+        Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         island_layouts = [layout.island_layout for layout in layouts]
@@ -324,7 +287,7 @@ class Transport:
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
         """Complete all pushes, and gather the reports of all ranks (see `Group.gradients_complete`). Collective."""
-        self.group.set_status("flushing gradients")
+        self.group.world.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()
         reports = self.group.gradients_complete(report)  # A

@@ -25,7 +25,7 @@ class Encoded:
         is_plain_text: True for a text without a prompt, which may be split into several sequences.
         starts_with_bos: True if the tokenizer begins plain texts with the bos token.
         has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
-        omitted: End of the generation prompt if the chat template omits it from the text (see `templates.Rendered`).
+        omitted: See `templates.Rendered`.
         pair: Numbers of tokens in the parts of a pair of answers (see `pairs.encode`); None for other sequences.
     """
 
@@ -53,10 +53,9 @@ class Encoded:
 
 
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
-    """Tokenize examples, which are prompts with completions or conversations, with a fast tokenizer from transformers.
+    """Tokenize examples with a fast tokenizer from transformers, and return the sequences of each.
 
-    Returns the sequences of each example: a single one, or one for each answer to train on in a conversation. For
-    `split_turns`, see `templates.ChatRenderer`.
+    A conversation has one sequence, or one for each answer to train on. For `split_turns`, see `ChatRenderer`.
 
     Raises:
         UserError: The tokenizer has no end-of-sequence token (needed for `PromptCompletion`) or no chat template
@@ -92,13 +91,10 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
 
 
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
-    """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
+    """Tokenize prompts without completions, or conversations with the generation prompt, as training data.
 
-    `examples` are one or more prompts without completions, or conversations, to which the generation prompt is added.
-
-    Raises:
-        UserError: An example is a conversation, but the tokenizer has no chat template.
-        InvalidRecordError: The chat template rejects the messages, or a prompt has no tokens.
+    `examples` must not be empty. Raises a `UserError` if a conversation lacks a chat template, and an
+    `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]
@@ -127,7 +123,7 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens with which sequences begin: the bos token if the tokenizer adds it, as for Llama, else none."""
+    """Return the bos token if the tokenizer begins sequences with it, as for Llama, or else no token."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
@@ -158,8 +154,8 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
 def _mask(offsets: list[CharSpan], spans: list[CharSpan]) -> npt.NDArray[np.bool_]:
     """Return the loss mask: True for tokens that contain at least one character of a span.
 
-    Tokens that extend beyond a span are included, since they must be trained on: some tokenizers join a turn's first
-    word with the space before it, others join the end-of-turn token with the line break after it.
+    Tokens that extend beyond a span are included: some tokenizers join a turn's first word with the space before it,
+    others join the end-of-turn token with the line break after it.
     """
     # np.array takes twice as long for a list of tuples.
     bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Tokenizing blocks of records, in this process or in several worker processes. Does not use MPI.
+"""Tokenizing blocks of records, in this process or in several worker processes.
 
 Worker processes are spawned, not forked, because a fork would copy h5py's locks and the thread pool of the library
 tokenizers in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,17 +26,18 @@ from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_exampl
 from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.templates import SplitTurns
-from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
+_MAX_EXAMPLES = 3  # of invalid records that are reported
 _EncodeFn = Callable[[list[Any]], list[list[Encoded]]]
 _AHEAD = 4  # blocks per process that are submitted before the result of the first is needed
 
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Options for long sequences, held-out sequences and conversations. See `PrepareOptions` for the attributes."""
+    """Options of `PrepareOptions` for long sequences, held-out sequences and conversations."""
 
     max_length: int | None = None
     overlong: Literal["truncate", "drop", "split"] = "truncate"
@@ -47,17 +47,21 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """Counts of truncated, split, dropped and otherwise changed sequences, and of their tokens.
+    """Counts of invalid records, of truncated, split and dropped sequences, and of their tokens.
 
     Attributes:
+        num_bad_lines: Number of invalid records.
+        bad_lines: Error messages of the first three invalid records.
         num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
         num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
-            length. A pair must have loss tokens in both answers, and different answers, within this length.
+            length, or are pairs whose answers do not differ there.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing in the first of these conversations.
     """
 
+    num_bad_lines: int = 0
+    bad_lines: list[str] = field(default_factory=list)
     num_truncated: int = 0
     num_truncated_tokens: int = 0
     num_split: int = 0
@@ -70,14 +74,14 @@ class FilterCounts:
     omitted: str = ""
 
     def add(self, other: "FilterCounts") -> None:
-        """Add the counts of `other` to this object."""
+        """Add the counts of `other`."""
         omitted = self.omitted or other.omitted
-        for each in fields(self):
+        for each in fields(FilterCounts):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self.omitted = omitted
+        self.bad_lines, self.omitted = self.bad_lines[:_MAX_EXAMPLES], omitted
 
     def count(self, parts: Sequence[Encoded]) -> None:
-        """Count an example according to its encoded sequences, `parts`, before they are filtered."""
+        """Count an example that was encoded as the sequences `parts`, before they are filtered."""
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -87,23 +91,21 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Result of tokenizing a block.
+    """Sequences of a block for training, and held-out sequences.
 
-    Attributes:
-        sequences: Sequences for training, and held-out sequences.
-        kinds: Location of the first pair of answers (key True) and of the first other example (key False). If a block
-            contains both, it has no sequences.
+    `kinds` contains the location of the first pair of answers (key True) and of the first other example (key False). A
+    block with both has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
-    invalid: list[str]
     kinds: Mapping[bool, str] = field(default_factory=dict)
 
 
 def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
     """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
-    counts, invalid = FilterCounts(), {}
+    counts = FilterCounts()
+    invalid: dict[int, str] = {}
     examples: dict[int, Example | PreferencePair] = {}
     kinds: dict[bool, str] = {}
     for i, (location, record) in enumerate(block.records()):
@@ -130,7 +132,8 @@ def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter
         held_out = is_held_out(tokens, sequence_filter.eval_fraction)
         for sequence in parts:
             sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
-    return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)], kinds)
+    counts.num_bad_lines, counts.bad_lines = len(invalid), [invalid[i] for i in sorted(invalid)[:_MAX_EXAMPLES]]
+    return EncodedBlock(sequences, counts, kinds)
 
 
 def _encode_all(
@@ -151,7 +154,7 @@ def _encode_all(
 
 
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
-    """Yield the sequence, truncated or split if necessary, unless it is to be dropped. Updates `counts`."""
+    """Yield the sequence, truncated or split if necessary, unless it is dropped. Updates `counts`."""
     limit = sequence_filter.max_length or sequence.length
     if sequence.length > limit and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
@@ -194,20 +197,17 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 def encode_blocks(
     blocks: Iterable[tuple[int, Block, Columns]],
-    worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
+    tokenizer_files: Mapping[str, bytes],
+    sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a
-    worker process, or a worker process ended early.
-
-    Args:
-        blocks: Blocks, each with the index of its source and the names of its columns.
-        worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
-            chat template that replaces the tokenizer's own, or None; options for sequences.
+    `blocks` yields blocks, each with the index of its source and the names of its columns. The worker processes end
+    when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a worker process, or a
+    worker process ended early.
     """
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_files, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
         for index, block, columns in blocks:
@@ -241,21 +241,16 @@ def _interrupts_blocked() -> Iterator[None]:
 _worker: tuple[Any, SequenceFilter]
 
 
-def _start_worker(
-    tokenizer_source: Path | Mapping[str, bytes], chat_template: str | None, sequence_filter: SequenceFilter
-) -> None:
+def _start_worker(tokenizer_files: Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
     global _worker
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    _worker = tokenizer, sequence_filter
+    _worker = load_files(tokenizer_files), sequence_filter
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process has ended. Otherwise, the pipes of the pool would keep this process alive."""
+    """Exit when the parent process has ended, since the pipes of the pool would keep this process alive."""
     parent = parent_process()
     assert parent is not None
     parent.join()

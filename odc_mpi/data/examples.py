@@ -1,8 +1,4 @@
-"""Training examples, parsed from the records (lines or rows) of a source.
-
-Records may have any of the forms that are common in published data sets (see `parse_example`). Error messages contain
-the file and the line. Texts may be empty, and an example may contain nothing to train on (see `has_loss`).
-"""
+"""Training examples, parsed from the records (lines or rows) of a source."""
 
 import itertools
 import json
@@ -24,7 +20,7 @@ _PROMPTS = ("prompt", "conversations", "instruction")
 _ANSWERS = ("chosen", "rejected")
 _FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS)
 _OPTIONAL = ("input", "system", "tools")
-#: Fields that may contain messages. JSON text is accepted, too, because table cells contain only text.
+#: Fields that may contain messages, also as JSON text, because table cells contain only text.
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *_ANSWERS)
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
@@ -56,7 +52,7 @@ class Conversation:
     Attributes:
         location: File and line of the record, for error messages.
         messages: Messages without null fields. Each message contains the strings `role` and `content`.
-        tools: Definitions of the tools that the assistant may call, for the chat template; None if there are no tools.
+        tools: Definitions of the tools that the assistant may call, for the chat template.
         context: Indices of the assistant's messages without loss.
     """
 
@@ -72,11 +68,10 @@ class Conversation:
 
     def message_has_loss(self, index: int) -> bool:
         """Return True if the model is trained on message `index`."""
-        return index not in self.context and has_loss(self.messages[index])
+        return index not in self.context and _can_have_loss(self.messages[index])
 
 
-def has_loss(message: dict[str, Any]) -> bool:
-    """Return True if a message can have loss, that is, if it is from the assistant and contains text or tool calls."""
+def _can_have_loss(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -87,8 +82,7 @@ Example = PromptCompletion | Conversation
 class PreferencePair:
     """Two answers to the same prompt, stored as two examples that each consist of the prompt and one answer.
 
-    If the answers are texts and the record has no field `prompt`, both examples are completions without a prompt, and
-    the text with which both begin serves as the prompt.
+    Without a prompt, the text with which both completions begin serves as the prompt.
     """
 
     chosen: Example
@@ -150,7 +144,6 @@ class Columns:
         return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
     def _formats(self) -> list[tuple[str, ...]]:
-        """Return the formats that contain all renamed fields, except for optional ones."""
         renamed = self.names.keys() - set(_OPTIONAL)
         return [required for required in _FORMATS if renamed <= set(required)]
 
@@ -158,9 +151,8 @@ class Columns:
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
     """Return the example or pair that a record contains. The epilog of `odc-mpi prepare --help` lists the formats.
 
-    The first format whose fields are all present is used. Conversations may have two more fields: `tools`, a list, and
-    `system`, which is ignored if the first message is a system message. Lists may be given as JSON text. `columns`
-    renames fields. Raises an `InvalidRecordError` if the record has any other form, or if a field has an invalid value.
+    The first format whose fields are all present is used. `columns` renames fields. Raises an `InvalidRecordError` if
+    the record has any other form, or a field has an invalid value.
     """
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
@@ -192,8 +184,8 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without a completion.
 
     The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`. Final
-    assistant messages are removed, because the model generates them. Conversations may also have the fields `system`
-    and `tools`. Raises an `InvalidRecordError` if there is no prompt, or if one of these fields is invalid.
+    assistant messages are removed. Conversations may also have the fields `system` and `tools`. Raises an
+    `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):
@@ -220,7 +212,6 @@ def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
-    """Return an example from the fields `prompt` and `completion`, which are two texts or two lists of messages."""
     prompt, completion = record["prompt"], record["completion"]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         text = text_field(record, "completion", location)
@@ -303,12 +294,11 @@ def _conversation(
     if record.get("system") and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": text_field(record, "system", location)}, *messages]
         untrained = [True, *untrained]
-    context = {i for i, each in enumerate(messages) if has_loss(each) and (untrained[i] or i == 0)}
+    context = {i for i, each in enumerate(messages) if _can_have_loss(each) and (untrained[i] or i == 0)}
     return Conversation(location, messages, parse_tools(record.get("tools"), location), frozenset(context))
 
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Return an instruction as a user message."""
     parts = [text_field(record, "instruction", location)]
     if record.get("input"):
         parts.append(text_field(record, "input", location))

@@ -1,7 +1,7 @@
 """Loader of an endless, resumable sequence of minibatches, which yield the microbatches of a rank as tensors.
 
-All ranks construct the loader with the same arguments, except for `rank`, so they get the same minibatches and plans in
-the same order without communicating. Each rank reads only the sequences that it processes, when it needs them.
+All ranks construct the loader with the same arguments, except for `rank`, so they get the same minibatches and plans
+without communicating. Each rank reads only the sequences that it processes, when it needs them.
 """
 
 import math
@@ -15,11 +15,17 @@ import numpy.typing as npt
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
 from odc_mpi.data.pairs.microbatch import read_pairs
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
+from odc_mpi.data.plan.balance import (
+    BALANCE_STRATEGIES,
+    BalanceStrategy,
+    Plan,
+    check_fit,
+    one_sequence_per_microbatch,
+    plan_islands,
+    rank_independent_packing,
+)
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.islands import plan_islands
-from odc_mpi.data.plan.rank_independent_packing import one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
@@ -29,15 +35,14 @@ from odc_mpi.formatting import did_you_mean
 class Minibatch:
     """Sequences of one optimizer step on all ranks. Iteration reads and yields the microbatches of this rank.
 
-    Iteration raises a `UserError` if the plan contains split sequences or a pool of microbatches for idle ranks to
-    claim. If the plan has a pool, call `microbatches` instead.
+    Iteration raises a `UserError` if the plan contains split sequences, or a pool, which requires `microbatches`.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
         position: Number of sequences that precede this minibatch in the current pass.
         indices: Data set indices of the sequences on all ranks, int64 [n].
-        num_tokens: Total number of loss tokens on all ranks, which is the denominator of a mean over loss tokens.
-        num_input_tokens: Total number of tokens on all ranks.
+        num_tokens: Number of loss tokens on all ranks.
+        num_input_tokens: Number of tokens on all ranks.
         plan: Assignment of the sequences, given by their positions in `indices`, to microbatches and ranks.
     """
 
@@ -54,7 +59,7 @@ class Minibatch:
     def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
-        """Create a minibatch from the indices of its sequences, and count its tokens without reading the sequences."""
+        """Create a minibatch, and count its tokens without reading the sequences."""
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
@@ -96,8 +101,8 @@ class Minibatch:
     def dummy_microbatches(self) -> Iterator[Microbatch]:
         """Yield dummy microbatches so that this rank runs as many microbatches as the rank that has the most.
 
-        Training with collectives needs dummy microbatches because all ranks take part in each microbatch. Every dummy
-        consists of the shortest sequence in the minibatch, and its loss and gradients must be ignored.
+        Collectives require equal numbers. A dummy consists of the shortest sequence in the minibatch, and its loss and
+        gradients must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -107,11 +112,8 @@ class Minibatch:
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield the microbatches of this rank, then those that it claims from its island's pool, one at a time.
 
-        These microbatches do not contain split sequences.
-
-        Args:
-            claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-                positions in the pool. Each position must be yielded on exactly one rank of the island.
+        `claim` is a function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
+        positions in the pool. Each position must be yielded on exactly one rank of the island.
         """
         yield from self._fixed()
         pool = self.plan.pool_of(self.rank)
@@ -120,7 +122,6 @@ class Minibatch:
 
 
 def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read the sequences or pairs with these indices as a microbatch."""
     return (read_microbatch if dataset.pair_counts is None else read_pairs)(dataset, indices)
 
 
@@ -128,12 +129,11 @@ class ShuffledSampler:
     """Endless sampler of the sequences or prompts in each minibatch.
 
     Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
-    The order depends only on the seed and the data epoch, so a run can resume on a different number of ranks.
+    The order depends only on the seed, which must be the same on every rank, and the data epoch.
 
     Args:
         dataset: Data set, which the caller must close.
         num_samples: Number of sequences or prompts in a minibatch over all ranks.
-        seed: Seed for the random orders. Must be the same on every rank.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -142,18 +142,11 @@ class ShuffledSampler:
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch, which is the same on every rank.
-
-        `data_epoch` is the current data epoch, counted from 0. `position` is the number of sequences or prompts already
-        sampled in this data epoch.
-        """
+        """Return the position of the next minibatch: the data epoch, and the number of samples drawn from it."""
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position in `state`, which `state_dict` returned for the same seed and data set.
-
-        Raises a `UserError` if the position is outside the data set.
-        """
+        """Continue at a position from `state_dict`. Raises a `UserError` if it is outside the data set."""
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(
@@ -216,14 +209,12 @@ class Loader(ShuffledSampler):
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
             rank: Rank whose microbatches the minibatches yield, from 0 to `size - 1`.
-            cost: Initial value of the attribute `cost`.
-            context_parallel: True to plan with `split_longest`, which splits long sequences. In this case, `balance`
-                and `exact` do not affect the plans.
+            context_parallel: True to plan with `split_longest`, regardless of `balance` and `exact`. Requires `packs`
+                and a single island.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They
                 depend on `num_islands`.
-            packs: False to put only one sequence in each microbatch. Must be True if `context_parallel` is True.
-            num_islands: Number of islands that train separately, which divides `size`. Must be 1 if `context_parallel`
-                is True. See `data.plan.islands`.
+            packs: False to put only one sequence in each microbatch.
+            num_islands: Number of islands that train separately, which divides `size` (see `plan_islands`).
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.
@@ -266,7 +257,6 @@ class Loader(ShuffledSampler):
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
 
     def _number(self, data_epoch: int, position: int) -> int:
-        """Return the number of minibatches before the one at a position, from the start of the first data epoch."""
         return data_epoch * math.ceil(len(self._dataset) / self._num_samples) + position // self._num_samples
 
 

@@ -20,10 +20,9 @@ class Microbatch:
     Attributes:
         inputs: Arguments for a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence)
             are int64 [1, T], and so are `labels`, which chunks, pairs and rollouts lack. Labels are -100 for tokens
-            without loss and for the first token of each sequence, so no token is predicted from another sequence.
-            `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the sequences and of their
-            keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache` is False, because with a
-            cache, transformers would not separate sequences by their positions if attention ignores the bounds.
+            without loss and for the first token of each sequence. `cu_seq_lens_q` and `cu_seq_lens_k`, int32
+            [num_sequences + 1], are the bounds of the sequences and of their keys (see `packed_inputs`). `max_length_q`
+            and `max_length_k` are ints. `use_cache` is False (see `flash_attention_kwargs`).
         num_tokens: Number K of loss tokens.
         num_input_tokens: Number T of tokens.
         indices: Data set indices of the sequences, pairs or prompts, int64 [n].
@@ -42,10 +41,7 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host.
-
-        The copies are asynchronous on a GPU: later kernels on the current stream wait for them.
-        """
+        """Copy the tensors to `device`, asynchronously for a GPU. The bounds `cu_seq_lens_*` stay on the host."""
         if device.type == "cpu":
             return self
 
@@ -60,23 +56,19 @@ class Microbatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read the sequences with the given indices, int64 [n], as a microbatch. At least one index is required."""
-    sequences = [dataset[i] for i in indices]
-    lengths = [len(tokens) for tokens, _ in sequences]
-    labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
-    for sequence_labels in labels:
-        sequence_labels[0] = IGNORED_LABEL
-    flat_labels = np.concatenate(labels)
-    inputs = packed_inputs(np.concatenate([tokens for tokens, _ in sequences]), lengths)
-    inputs["labels"] = torch.from_numpy(flat_labels)[None]
-    return _with_targets(inputs, np.append(flat_labels[1:], IGNORED_LABEL), indices)
+    """Read the sequences with the given indices, int64 [n], n > 0, as a microbatch."""
+    tokens, loss_masks = zip(*(dataset[i] for i in indices), strict=True)
+    for loss_mask in loss_masks:
+        loss_mask[0] = False
+    all_tokens = np.concatenate(tokens)
+    labels = np.where(np.concatenate(loss_masks), all_tokens, IGNORED_LABEL)
+    inputs = packed_inputs(all_tokens, list(map(len, tokens)))
+    inputs["labels"] = torch.from_numpy(labels)[None]
+    return _with_targets(inputs, np.append(labels[1:], IGNORED_LABEL), indices)
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read the tokens `begin:end` of a sequence as a microbatch whose `is_chunk` is True.
-
-    `inputs` contains no labels. The last token of a chunk predicts the first token of the next chunk.
-    """
+    """Read the tokens `begin:end` of a sequence as a chunk, whose last token predicts that at `end`."""
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
     inputs = packed_inputs(tokens[begin:end], [end - begin])
@@ -87,7 +79,7 @@ def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch
 def _with_targets(
     inputs: dict[str, Any], next_labels: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
 ) -> Microbatch:
-    """Create a microbatch from its inputs and the label of the token that follows each token, int64 [T]."""
+    """Create a microbatch from its inputs and the labels of the tokens that follow, int64 [T]."""
     positions = np.flatnonzero(next_labels != IGNORED_LABEL)
     targets = next_labels[positions]
     return Microbatch(
@@ -103,10 +95,9 @@ def packed_inputs(
     Args:
         tokens: Tokens of all sequences, int64 [T].
         lengths: Number of tokens in each sequence, not counting a shared prompt.
-        shared_prompts: For each sequence, the number n of prompt tokens that it shares with an earlier sequence, or 0
-            if it shares none; None if no sequence shares a prompt. The earlier sequence is the nearest one before it
-            whose entry is 0. A sequence with a shared prompt attends to the first n tokens of the earlier sequence. Its
-            positions begin at n, and it has n more keys than tokens.
+        shared_prompts: For each sequence, the number n of prompt tokens that it shares with the nearest earlier
+            sequence whose entry is 0; None if no sequence shares a prompt. A sequence with a shared prompt attends to
+            the first n tokens of the earlier sequence. Its positions begin at n, and it has n more keys than tokens.
     """
     prompts = shared_prompts or [0] * len(lengths)
     positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]

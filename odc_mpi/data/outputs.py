@@ -4,8 +4,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from odc_mpi.data.dataset.reader import is_dataset
-from odc_mpi.data.dataset.verify import read_origin
+from odc_mpi.data.dataset.reader import is_dataset, read_origin
 from odc_mpi.data.sources import DataSource, is_supported
 from odc_mpi.errors import UserError, file_error, one_line_message
 
@@ -15,9 +14,8 @@ def check_outputs(
 ) -> list[str]:
     """Check that `prepare` may write these files, and return a line of text for each data set that it would replace.
 
-    Raises `UserError` if a file is an input, exists but is not a data set, was made from sources with another `origin`
-    (see `DataSource.origin`) although `force` is False, cannot be accessed, or would be read as part of a source
-    because of its folder and suffix.
+    Raises `UserError` if a file is an input or would become part of one, exists but is not a data set, was made from
+    sources with another `origin` (see `DataSource.origin`) although `force` is False, or cannot be accessed.
     """
     replaced = []
     for path in paths:

@@ -1,9 +1,8 @@
 """`odc-mpi prepare`: tokenize text into a data set.
 
 The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
-one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Held-out
-sequences are written to a second data set. Files are written atomically, and replace only data sets (`outputs`). They
-are byte-for-byte identical for any number of processes. This module does not use MPI.
+one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Files
+are written atomically, and replace only data sets (`outputs`). They are identical for any number of processes.
 """
 
 import hashlib
@@ -23,13 +22,13 @@ from rich.progress import Progress
 
 from odc_mpi import __version__
 from odc_mpi.data.dataset.format import vocabulary_digest
-from odc_mpi.data.dataset.verify import find_counts, read_origin
+from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
-from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
-from odc_mpi.data.readers.records import Block, InvalidRecordError, InvalidRecords
+from odc_mpi.data.prepare_report import PrepareReport
+from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.sources import DataSource, find_sources, mix
 from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (
@@ -47,8 +46,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import printable_text, truncate_text
 
-#: Minimum number of bytes of text for several processes. With less, one process is nearly done before others start.
-_WORTH_PROCESSES = 32 << 20
+_WORTH_PROCESSES = 32 << 20  # bytes of text; with less, one process is nearly done before others start
 _MAX_NAMES = 3
 _MAX_PROCESSES = 1024
 
@@ -57,8 +55,8 @@ _MAX_PROCESSES = 1024
 class PrepareOptions:
     """Options for `prepare`, each with its help text for the command line and, if necessary, a name for its value.
 
-    For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `hf_datasets.load`
-    (`split`) and `sources.mix` (`stopping_strategy`). All sequences of an example are held out together.
+    For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `arrow.load` (`split`)
+    and `sources.mix` (`stopping_strategy`).
     """
 
     force: Annotated[bool, "replace a data set that was made from other sources"] = False
@@ -108,14 +106,13 @@ def prepare(
     """Tokenize sources, and write a data set.
 
     An existing, undamaged data set is kept if it was made with the same options and versions from unchanged sources.
+    Raises a `UserError` if the arguments, the sources or the tokenizer are invalid, or a file cannot be read or
+    written.
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
         out: New file, or data set to replace (see `PrepareOptions.force`). The file does not change if an error occurs.
-        console: Console for a progress bar and notes on replaced files; None for no output. The report is not printed.
-
-    Raises:
-        UserError: The arguments, the sources or the tokenizer are invalid, or a file cannot be read or written.
+        console: Console for a progress bar and notes on replaced files; None for no output.
     """
     try:
         return _prepare(_Plan(source_specs, out, options or PrepareOptions()), console)
@@ -155,8 +152,6 @@ class _Plan:
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
-        request: Digest of everything that determines the result.
-        origin: Digest of the origins of the sources (see `DataSource.origin`).
     """
 
     def __init__(self, source_specs: Sequence[str], out: Path, options: PrepareOptions) -> None:
@@ -213,12 +208,13 @@ def _digest(content: Any) -> str:
 def _write(
     plan: _Plan, paths: Sequence[Path], reader: "_Reader", tokenizer: Any, files: Mapping[str, bytes]
 ) -> PrepareReport:
-    """Tokenize the sources, and write the sequences to new files."""
     options, begin = plan.options, time.monotonic()
     little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
     sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction, options.split_turns)
-    stats = PrepareStats(InvalidRecords(options.bad_lines == "skip"), [source.name for source in plan.sources])
+    shares = [[source.name, 0, 0] for source in plan.sources]
+    report = plan.report({"vocab_size": len(tokenizer), "shares": shares}, num_proc=num_proc)
+    kinds: dict[bool, str] = {}
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
         blocks = reader.blocks("tokenizing", lambda: sum(writer.num_tokens for writer in writers))
@@ -228,20 +224,22 @@ def _write(
                 (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
             )
         else:
-            tokenizer_source = plan.tokenizer_path if options.tokenizer else files
-            worker_arguments = tokenizer_source, plan.chat_template, sequence_filter
-            results = stack.enter_context(closing(encode_blocks(blocks, worker_arguments, num_proc)))
+            results = stack.enter_context(closing(encode_blocks(blocks, files, sequence_filter, num_proc)))
         for index, result in results:
-            stats.add(index, result)
+            if result.counts.bad_lines:
+                _check_skipped(result.counts.bad_lines[0], options)
+            _check_kinds(kinds, result)
+            report.add_block(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):
                 for sequence in sequences:
                     writer.append(sequence.tokens, sequence.loss_mask, sequence.pair)
-        _check_counts([writer.num_sequences for writer in writers], plan, stats)
-        counts = stats.counts(*writers) | {"vocab_size": len(tokenizer)}
+        _check_counts([writer.num_sequences for writer in writers], plan, report)
+        counts = report.finish(*writers)
         for writer in writers:
             writer.set_attributes(request=plan.request, sources=plan.origin, report=json.dumps(counts))
             writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
-    return plan.report(counts, elapsed_s=time.monotonic() - begin, num_proc=num_proc)
+    report.elapsed_s = time.monotonic() - begin
+    return report
 
 
 def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes]) -> DatasetWriter:
@@ -256,11 +254,27 @@ def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes])
     )
 
 
-def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> None:
-    """Raise a `UserError` if a data set would be empty."""
+def _check_skipped(message: str, options: PrepareOptions) -> None:
+    if options.bad_lines != "skip":
+        raise UserError(f"{message}. To skip such lines, use --bad-lines skip")
+
+
+def _check_kinds(kinds: dict[bool, str], block: EncodedBlock) -> None:
+    """Raise a `UserError` if pairs are mixed with other examples. Adds the kinds of the block to those of others."""
+    for is_pair, location in block.kinds.items():
+        kinds.setdefault(is_pair, location)
+        if len(kinds) > 1:
+            names = {True: "a pair of answers", False: "an example without chosen and rejected"}
+            raise UserError(
+                f"{location}: got {names[is_pair]}, but {kinds[not is_pair]} is {names[not is_pair]}: "
+                "prepare them separately, or select the fields with --columns"
+            )
+
+
+def _check_counts(counts: Sequence[int], plan: _Plan, report: PrepareReport) -> None:
     if not sum(counts):
         names = ", ".join(map(repr, plan.source_specs[:_MAX_NAMES]))
-        raise UserError(f"no sequences to write from {names}{stats.explain(plan.options.max_length)}")
+        raise UserError(f"no sequences to write from {names}{report.explain(plan.options.max_length)}")
     if not all(counts):
         raise UserError(
             f"expected sequences for training and for evaluation, got {' and '.join(map(str, counts))}: change "
@@ -273,9 +287,7 @@ class _Reader:
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
-        self._columns = Columns(options.columns)
-        self._bad_lines = options.bad_lines
-        self._progress = progress
+        self._columns, self._options, self._progress = Columns(options.columns), options, progress
 
     def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Columns]]:
         """Yield blocks of all sources, each with the index of its source and the names of its columns."""
@@ -290,13 +302,12 @@ class _Reader:
 
     def texts(self) -> Iterator[str]:
         """Yield the texts for training a tokenizer. Skipped lines are counted later, when examples are tokenized."""
-        invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():
                 try:
                     example = parse_example(record(), location, columns)
                 except InvalidRecordError as error:
-                    invalid.add(error)
+                    _check_skipped(str(error), self._options)
                     continue
                 both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
                 for each in both:

@@ -1,8 +1,4 @@
-"""Prompts for generation, and columns for reward functions, from a file in any format that `prepare` reads.
-
-This module does not use MPI. Each rank reads the file independently. Ranks on which `PromptDataset.digest` returns the
-same value have the same prompts.
-"""
+"""Prompts for generation, and columns for reward functions, from a file in any format that `prepare` reads."""
 
 import hashlib
 import json
@@ -20,9 +16,8 @@ from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 
-#: Fields that make up the prompt. All other fields of a record are columns.
-_NO_COLUMNS = ("prompt", "messages", "system", "tools")
-#: Names of the arguments that reward functions receive besides the columns. A column may not have one of these names.
+_NO_COLUMNS = ("prompt", "messages", "system", "tools")  # but the prompt
+#: Names of the arguments that reward functions receive besides the columns.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -33,8 +28,8 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Value of each column, keyed by its name and passed to reward functions as a keyword argument. All
-            fields in the file that are not part of prompts are columns. If this record lacks the field, it is None.
+        columns: Keyword arguments for reward functions: all fields in the file that are not part of prompts. A field
+            that this record lacks is None.
     """
 
     tokens: list[int]
@@ -48,15 +43,10 @@ class PromptRecord(NamedTuple):
 
 
 def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[str, Any]]]]:
-    """Yield the prompts of a file in blocks. Each prompt is paired with the record that contains it.
+    """Yield the prompts of a file in blocks, each with the record that contains it.
 
-    Args:
-        path: File in a format that `DataSource` can read.
-        setting: Name of the setting or option that specifies the file, for error messages.
-
-    Raises:
-        UserError: The file cannot be read, contains no records, or is an HDF5 file, such as a data set of `prepare`.
-        InvalidRecordError: A record contains no valid prompt.
+    Raises a `UserError` that names `setting`, which specifies the file, if the file cannot be read, contains no records
+    or is HDF5, and an `InvalidRecordError` if a record contains no valid prompt.
     """
     expected = f"{setting}: expected a file of prompts, such as JSON lines or Parquet, got {path}, which"
     try:
@@ -86,10 +76,7 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts of a file. For `path` and `setting`, see `read_prompts`.
-
-        Raises a `UserError` if the file, a prompt or a column is invalid, or if messages lack a chat template.
-        """
+        """Read and tokenize the prompts. Raises a `UserError`, which names `setting`, if anything is invalid."""
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
@@ -122,7 +109,6 @@ class PromptDataset:
 
 
 def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return the fields of a record that are passed to reward functions."""
     columns = {name: value for name, value in record.items() if name not in _NO_COLUMNS}
     if reserved := next((name for name in _RESERVED if name in columns), None):
         raise InvalidRecordError(

@@ -1,11 +1,11 @@
 """Sources of text: files, folders, data sets of the library `datasets` and the standard library, optionally weighted.
 
 Without weights, each example (line or row) of each source is used once. With weights, the number of examples from each
-source is proportional to its weight, and the examples are selected at random. The strategy determines whether examples
-may be used repeatedly (see `mix`). Sources are read in command-line order, since training shuffles sequences. If a
-source cannot be read, a `UserError` is raised.
+source is proportional to its weight, and the examples are selected at random (see `mix`). Sources are read in
+command-line order, since training shuffles sequences.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.data.examples import Columns
-from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
+from odc_mpi.data.readers import arrow, stdlib, text_files
 from odc_mpi.data.readers.records import Block
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
@@ -23,7 +23,6 @@ STDLIB = "stdlib"
 _BLOCK_SAMPLES = 256
 _MAX_NAMES = 6  # files of a folder that the report lists
 _MAX_PASSES = 1000  # over one source
-_TEXT_SUFFIXES = (*text_files.LINES_SUFFIXES, *text_files.TABLE_SUFFIXES, text_files.ARRAY_SUFFIX)
 _EXPANSION = 4  # approximate ratio of text to compressed file
 
 
@@ -32,7 +31,7 @@ class DataSource:
     """A source of examples.
 
     Attributes:
-        name: Path, "stdlib" or name on the Hugging Face Hub, as specified by the user, without the weight.
+        name: Path, "stdlib" or name on the Hugging Face Hub.
         weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
         files: Files of the source, in the order in which they are read; empty for the standard library.
         dataset: Data set of the library `datasets`, which is stored in `files`; None for other sources.
@@ -72,7 +71,7 @@ class DataSource:
     @property
     def num_text_bytes(self) -> int:
         """Approximate size of the text in all files after decompression, in bytes."""
-        packed = (*compressed.SUFFIXES, parquet.SUFFIX)
+        packed = (*text_files.COMPRESSED_SUFFIXES, arrow.PARQUET_SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
     @cached_property
@@ -80,42 +79,38 @@ class DataSource:
         return list(stdlib.functions())
 
     def columns(self, columns: Columns) -> Columns:
-        """Return the names of the fields in the records: `columns`, or the default names for the standard library."""
+        """Return `columns`, or the default names for the standard library."""
         return Columns() if self.name == STDLIB else columns
 
     def count(self) -> int:
-        """Return the number of examples, including invalid ones. Text files must be read completely for this."""
+        """Return the number of examples, including invalid ones. Reads text files completely."""
         if self.dataset is not None:
             return len(self.dataset)
         if not self.files:
             return len(self._samples)
-        count_file = {True: parquet.count_rows, False: text_files.count_records}
+        count_file = {True: arrow.count_rows, False: text_files.count_records}
         return sum(count_file[_is_parquet(file)](file) for file in self.files)
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-        """Yield the examples in blocks.
-
-        `on_bytes_read` is called repeatedly with the number of bytes read since its last call.
-        """
+        """Yield the examples in blocks, and pass the number of bytes read since the last call to `on_bytes_read`."""
         if self.dataset is not None:
-            yield from hf_datasets.read_rows(self.name, self.dataset, on_bytes_read, self.num_bytes)
+            yield from arrow.read_rows(self.name, self.dataset, on_bytes_read, self.num_bytes)
         elif not self.files:
             for begin in range(0, len(self._samples), _BLOCK_SAMPLES):
                 records = [each._asdict() for each in self._samples[begin : begin + _BLOCK_SAMPLES]]
                 yield Block(STDLIB, "function", list(range(begin + 1, begin + len(records) + 1)), records)
         else:
             for file in self.files:
-                yield from (parquet.read_rows if _is_parquet(file) else text_files.read_records)(file, on_bytes_read)
+                yield from (arrow.read_parquet if _is_parquet(file) else text_files.read_records)(file, on_bytes_read)
 
 
 def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSource]:
     """Return the sources that the user specified. Data sets on the Hugging Face Hub are downloaded if necessary.
 
     Each of `specs` is a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by a colon and a weight.
-    If the complete specification names an existing file or folder, there is no weight. For `split`, see
-    `hf_datasets.load`. Raises `UserError` if a source does not exist or cannot be loaded, a folder has no data files, a
-    weight is not a finite number above 0, only some sources have a weight, or `split` is given but no source has
-    splits.
+    For `split`, see `arrow.load`. Raises `UserError` if a source does not exist or cannot be loaded, a folder has
+    no data files, a weight is not a finite number above 0, only some sources have a weight, or `split` is given but no
+    source has splits.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):
@@ -137,21 +132,21 @@ def _find(spec: str, split: str | None) -> DataSource:
     path = Path(name)
     if path.is_file():
         return DataSource(name, weight, (path,))
-    if path.is_dir() and not hf_datasets.is_saved_dataset(path):
+    if path.is_dir() and not arrow.is_saved_dataset(path):
         return DataSource(name, weight, _data_files(path))
-    if not (path.is_dir() or (hf_datasets.is_hub_name(name) and not _looks_like_path(path))):
+    if not (path.is_dir() or (arrow.is_hub_name(name) and not _looks_like_path(path))):
         raise UserError(
             f"SOURCE {spec!r}: no such file or folder{suggest_name(path)}: give a JSONL, JSON, CSV or Parquet file, a "
             f"folder of such files, a data set of the Hugging Face Hub (OWNER/NAME), or {STDLIB}"
         )
-    dataset = hf_datasets.load(name, split)
+    dataset = arrow.load(name, split)
     return DataSource(name, weight, tuple(Path(file["filename"]) for file in dataset.cache_files), dataset)
 
 
 def _looks_like_path(path: Path) -> bool:
     """Return True if the name of a missing file or folder should not be looked up on the Hub."""
-    suffix = compressed.bare_suffix(path)
-    return suffix in (*_TEXT_SUFFIXES, parquet.SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
+    suffix = text_files.bare_suffix(path)
+    return suffix in (*text_files.SUFFIXES, arrow.PARQUET_SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
 
 
 def suggest_name(path: Path) -> str:
@@ -160,7 +155,7 @@ def suggest_name(path: Path) -> str:
 
 
 def _split_weight(spec: str) -> tuple[str, float | None]:
-    """Return the name of a source and its weight, which is None if the specification does not end in a weight."""
+    """Return the name of a source and its weight. A specification that names an existing file has no weight."""
     name, colon, number = spec.rpartition(":")
     if not colon or Path(spec).exists():
         return spec, None
@@ -177,12 +172,12 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
     """Return the files in a folder with supported suffixes, sorted by path. Omits .json files that are not arrays."""
     files = sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file())
     data = tuple(
-        file for file in files if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
+        file for file in files if text_files.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
     )
     if not data:
         raise UserError(
-            f"no file in the folder {str(folder)!r} ends in {', '.join(_TEXT_SUFFIXES)} (these also with .gz or .zst; "
-            f"{text_files.ARRAY_SUFFIX} if it is an array) or {parquet.SUFFIX}: change SOURCE"
+            f"no file in the folder {str(folder)!r} ends in {', '.join(text_files.SUFFIXES)} (these also with .gz or "
+            f".zst; {text_files.ARRAY_SUFFIX} if it is an array) or {arrow.PARQUET_SUFFIX}: change SOURCE"
         )
     return data
 
@@ -191,11 +186,11 @@ def is_supported(path: Path) -> bool:
     """Return True if `path` has the suffix of a readable format and its name does not begin with a dot."""
     if path.name.startswith("."):
         return False
-    return compressed.bare_suffix(path) in _TEXT_SUFFIXES or _is_parquet(path)
+    return text_files.bare_suffix(path) in text_files.SUFFIXES or _is_parquet(path)
 
 
 def _is_parquet(path: Path) -> bool:
-    return path.suffix.lower() == parquet.SUFFIX
+    return path.suffix.lower() == arrow.PARQUET_SUFFIX
 
 
 @dataclass(frozen=True)
@@ -214,37 +209,34 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read. A source that is read several times is counted several times."""
+        """Number of bytes to read, in all passes over the sources."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
         """Yield blocks of the examples to use, each with the index of its source. See also `DataSource.read`."""
         for index, source in enumerate(self.sources):
-            for is_used in self._passes(index):
+            for selection in self._passes(index):
                 for block in source.read(on_bytes_read):
-                    yield index, block.select(is_used)
+                    yield index, block.select(selection)
 
-    def _passes(self, index: int) -> list[Callable[[], bool]]:
-        """Return, for each pass over a source, a function that returns True for each example to use."""
+    def _passes(self, index: int) -> list[Iterator[bool]]:
+        """Return, for each pass over a source, an iterator that yields True for each example to use."""
         if self.counts is None:
-            return [lambda: True]
+            return [itertools.repeat(True)]
         count, num_taken = self.counts[index]
         complete, rest = divmod(num_taken, count)
         sample = [_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else []
-        return [lambda: True] * complete + sample
+        return [itertools.repeat(True)] * complete + sample
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     """Determine the number of examples to use from each source. If sources have weights, their examples are counted.
 
-    Raises `UserError` if a source with a weight is empty, or the weights require more than 1000 passes over a source.
-
-    Args:
-        sources: Sources, which must all have a weight or all have none.
-        strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
-            example twice: the source with the fewest examples relative to its weight is used completely, and the others
-            in part. "all_exhausted" uses every example: the source with the most examples relative to its weight is
-            used once, and the others repeatedly.
+    `strategy` is "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
+    example twice: the source with the fewest examples relative to its weight is used completely, and the others in
+    part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used once, and
+    the others repeatedly. Raises `UserError` if a source with a weight is empty, or the weights require more than 1000
+    passes over a source.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)
@@ -271,15 +263,10 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     return Mixture(sources, list(zip(counts, counts_taken, strict=True)), seed)
 
 
-def _sample_without_replacement(count: int, num_samples: int, seed: str) -> Callable[[], bool]:
-    """Return a function that selects `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
+def _sample_without_replacement(count: int, num_samples: int, seed: str) -> Iterator[bool]:
+    """Yield True for `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
     uniform = random.Random(seed).random  # the same in every version of Python
-    left = [count, num_samples]
-
-    def is_used() -> bool:
-        is_taken = uniform() * left[0] < left[1]
-        left[0] -= 1
-        left[1] -= is_taken
-        return is_taken
-
-    return is_used
+    for num_left in range(count, 0, -1):
+        is_used = uniform() * num_left < num_samples
+        num_samples -= is_used
+        yield is_used

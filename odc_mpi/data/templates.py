@@ -1,10 +1,9 @@
 """Chat templates: rendering conversations, and finding the assistant's answers in the rendered text.
 
-A template renders all messages into one text. To find an answer, two renderings are compared. The first contains the
-messages before the answer, and the generation prompt, which is the text that the model continues at inference. The
-second contains the messages up to and including the answer. The loss begins where the two texts differ. If a template
-marks the answers with `{% generation %}`, only the marked text has loss, and the comparison only serves to find the
-marks of a single answer. This module processes only characters; `encode` converts them to tokens.
+To find an answer, two renderings are compared. The first contains the messages before the answer, and the generation
+prompt, which is the text that the model continues at inference. The second contains the messages up to and including
+the answer. The loss begins where the two texts differ. If a template marks the answers with `{% generation %}`, only
+the marked text has loss, and the comparison only serves to find the marks of a single answer.
 """
 
 import functools
@@ -29,7 +28,6 @@ class Rendered(NamedTuple):
     """Text of one training example.
 
     Attributes:
-        text: Rendered messages.
         spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
             parts that the chat template marks.
         omitted: End of the generation prompt that is missing in `text`, such as "<think>"; empty if none is missing.
@@ -106,10 +104,7 @@ class ChatRenderer:
         return examples
 
     def end_of_turn(self, turn: str) -> int:
-        """Return the number of characters in a turn up to and including the special token that ends it.
-
-        Whitespace after the token is not counted. If there is no such token, the complete turn is counted.
-        """
+        """Return the number of characters in a turn, without whitespace after the special token that ends it."""
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
 
@@ -144,7 +139,8 @@ class ChatRenderer:
             turn = answer.text
             if not text.startswith(turn):
                 turn = text[: self._num_common(turn, text)]
-                if not self._is_special(answer.text[len(turn) :]) or not turn.rstrip().endswith(self._special):
+                missing = self._special_tokens.sub("", answer.text[len(turn) :]).strip()  # without special tokens
+                if missing or not turn.rstrip().endswith(self._special):
                     if self._split_turns == "auto":
                         return None
                     raise InvalidRecordError(
@@ -169,17 +165,12 @@ class ChatRenderer:
         ]
         return min([low, *cut_at])
 
-    def _is_special(self, text: str) -> bool:
-        """Return True if a text consists of special tokens and whitespace."""
-        return not self._special_tokens.sub("", text).strip()
-
     @functools.cached_property
     def _special_tokens(self) -> re.Pattern[str]:
         longest_first = sorted(self._special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _is_marked(self, chat: Conversation) -> bool:
-        """Return True if the chat template marks the answers."""
         with suppress(ValueError):  # without a template, or a default among named ones, which `_render` reports
             return _has_marks(self._tokenizer.get_chat_template(tools=chat.tools))
         return False
@@ -189,8 +180,7 @@ class ChatRenderer:
     ) -> list[Rendered]:
         """Render the first `count` messages for each `count` in `counts`. The spans are those that the template marks.
 
-        All counts are rendered in one call, because each call also converts tools and special tokens, which takes as
-        long as rendering.
+        One call renders all counts, because converting tools and special tokens takes as long as rendering.
         """
         if not counts:
             return []
@@ -247,7 +237,6 @@ def _has_marks(template: str) -> bool:
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
-    """Return the spans that overlap at least one of `others`."""
     return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
 
 
@@ -279,7 +268,7 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
-    """Find `content`, which must begin at `position` or later and end in the span. Returns its end, or None.
+    """Return the end of `content`, which begins at `position` or later and ends in the span, or None.
 
     The template may have changed the whitespace.
     """
@@ -299,10 +288,10 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 
 
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the messages in two forms: with the arguments of tool calls as objects, and with these as JSON text.
+    """Return the messages in two forms: with the arguments of tool calls as objects, and as JSON text.
 
-    Data sets contain both forms. Most templates convert objects to JSON, and would quote a text, while others need
-    text, and raise an exception for an object. Without tool calls, the messages are returned in one form, unchanged.
+    Most templates convert objects to JSON, and would quote a text, while others need text, and raise an exception for
+    an object. Without tool calls, the messages are returned in one form, unchanged.
     """
     if not any(message.get("tool_calls") for message in messages):
         return [messages]
@@ -310,7 +299,6 @@ def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with `form` applied to the arguments of its tool calls, including those in a `function`."""
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     converted = []

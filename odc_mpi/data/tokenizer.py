@@ -1,10 +1,6 @@
-"""Training and loading tokenizers, and reading their files.
+"""Training and loading tokenizers, and reading their files. Nothing is downloaded, and no code in files is executed.
 
-Tokenizers are loaded from a directory written by `save_pretrained`, or from a data set that contains a copy of the
-tokenizer's files (see `dataset`). Nothing is downloaded, and no code in the directory is executed.
-
-Importing the libraries transformers and tokenizers takes seconds. They are imported only where they are used, so errors
-in the arguments are reported without this delay.
+Importing the libraries transformers and tokenizers takes seconds, so they are imported only where they are used.
 """
 
 import tempfile
@@ -20,8 +16,7 @@ _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model"),
 )
-#: Configuration file of a model. Its `model_type` determines the class of the tokenizer in the same directory.
-MODEL_CONFIG = "config.json"
+MODEL_CONFIG = "config.json"  # its `model_type` determines the class of the tokenizer in the same directory
 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 _SPECIAL_TOKENS = [END_OF_TEXT, PAD, TURN_START, TURN_END]
@@ -42,8 +37,8 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
 
     Args:
         location: Directory, or data set that may contain a tokenizer.
-        model: Directory from which config.json is added if `location` is a directory; None for `location` itself. The
-            type of the tokenizer, and therefore its tokens, may depend on config.json.
+        model: Directory whose config.json, on which the type of the tokenizer may depend, is added if `location` is a
+            directory; None for `location` itself.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)
@@ -83,8 +78,7 @@ def set_chat_template(tokenizer: Any, chat_template: str) -> None:
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
     """Return a copy of a tokenizer's files in which `chat_template` replaces the previous chat template.
 
-    The new template is stored in chat_template.jinja, which transformers prefers to templates in other files. Other
-    files whose names begin with "chat_template" are omitted.
+    The new template is in chat_template.jinja, which transformers prefers to templates in tokenizer_config.json.
     """
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
     return others | {"chat_template.jinja": chat_template.encode()}
@@ -101,10 +95,9 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer with transformers from a directory of `save_pretrained`, or a data set with a tokenizer.
+    """Load a tokenizer with transformers from a directory of `save_pretrained`, or a data set with a tokenizer.
 
-    Raises `UserError` if `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast
-    tokenizer. The message names `setting`, the setting or option that specifies `location`.
+    Raises a `UserError`, which names the `setting` that specifies `location`, if there is no fast tokenizer.
     """
     files = tokenizer_files(location)
     if not files:
@@ -116,10 +109,9 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer with transformers from the contents of its files, which are keyed by file name.
+    """Load a tokenizer with transformers from the contents of its files, which are keyed by file name.
 
-    Raises a `UserError` if the tokenizer cannot be loaded or is not a fast tokenizer. The message contains `location`,
-    from which the files were read, and `setting`, the name of the setting or option that specifies this location.
+    `location` is the place from which they were read. For it, `setting` and the errors, see `load_tokenizer`.
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads only directories
         write_files(files, Path(name))
@@ -148,8 +140,8 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    The tokenizer splits text into words as the Qwen2 tokenizer does, because transformers applies the Qwen2 rules to
-    any tokenizer in the directory of a model of type qwen2.
+    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer beside a model of type
+    qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

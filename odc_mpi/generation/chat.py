@@ -6,7 +6,7 @@ from transformers import TextStreamer
 
 from odc_mpi.data.examples import Conversation
 from odc_mpi.errors import AllRanksUserError, UserError
-from odc_mpi.generation.generate import GenerateFn, generate
+from odc_mpi.generation.generate import generate
 from odc_mpi.generation.load import GenerateArguments
 from odc_mpi.generation.run import load_on_all_ranks, output_record, resolve_paths, shard, tokenize
 from odc_mpi.models.decoding import unsharded_if_fits
@@ -15,8 +15,8 @@ from odc_mpi.runtime.world import World
 _PROMPT = "> "
 
 
-def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
-    """Read questions from standard input, one per line, and print each answer while `engine` generates it.
+def chat(arguments: GenerateArguments, world: World, system: str | None = None) -> None:
+    """Read questions from standard input, one per line, and print each answer while it is generated.
 
     The conversation consists of the `system` message, if given, and all questions and answers so far. If generation
     fails, for example because the conversation is too long, an error is printed and a new conversation begins. Raises
@@ -38,7 +38,7 @@ def chat(arguments: GenerateArguments, world: World, system: str | None = None, 
             messages.append({"role": "user", "content": question})
             try:
                 [request] = tokenize(source.tokenizer, [Conversation("chat", messages)], source.stop)
-                output = engine(model.module, request.prompt, arguments.sampling, streamer)
+                output = generate(model.module, request.prompt, arguments.sampling, streamer)
             except UserError as error:
                 print(f"odc-mpi: error: {error}; a new conversation begins", file=sys.stderr, flush=True)
                 messages = list(first)

@@ -1,17 +1,14 @@
 """Generation of one completion for a single prompt with transformers.
 
-Callers depend only on `GenerateFn`, so an inference engine can replace `generate`. Each prompt is decoded separately,
-with a sampling seed that is derived from `SamplingParams.seed` and the prompt number. A completion therefore does not
-depend on the rank or on other prompts.
+Each prompt is decoded separately, with a sampling seed that depends only on `SamplingParams.seed` and the number of the
+prompt. A completion therefore does not depend on the rank or on other prompts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 
 from odc_mpi.errors import UserError
 from odc_mpi.models.decoding import Prompt, generation_mode
@@ -52,17 +49,11 @@ class CompletionOutput(NamedTuple):
     finish_reason: str
 
 
-#: Function that generates a completion: `generate`, or a function of an inference engine with the same arguments.
-GenerateFn = Callable[[Any, Prompt, SamplingParams, Any], CompletionOutput]
-
-
-def generate(
-    module: transformers.PreTrainedModel, prompt: Prompt, sampling: SamplingParams, streamer: Any = None
-) -> CompletionOutput:
+def generate(module: Any, prompt: Prompt, sampling: SamplingParams, streamer: Any = None) -> CompletionOutput:
     """Generate a completion of a prompt. One-sided if the model is sharded.
 
-    `streamer` is a transformers streamer that receives each token as soon as it is generated. Raises the same errors as
-    `max_new_tokens_for`.
+    `module` is a transformers causal language model, or the `module` of a sharded one. `streamer` is a transformers
+    streamer that receives each token as soon as it is generated. Raises the same errors as `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -81,7 +72,7 @@ def generate(
     return CompletionOutput(prompt.number, new, "stop" if new[-1] in prompt.stop else "length")
 
 
-def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
+def max_new_tokens_for(module: Any, prompt: Prompt) -> int:
     """Return the maximum number of tokens that a model can generate after a prompt, or 2**30 if there is no limit.
 
     Raises `UserError` if the prompt is empty or too long, or if it contains a token outside the model's vocabulary.

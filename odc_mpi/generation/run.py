@@ -25,7 +25,7 @@ from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.prompt_dataset import read_prompts
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
-from odc_mpi.generation.generate import CompletionOutput, GenerateFn, generate, max_new_tokens_for
+from odc_mpi.generation.generate import CompletionOutput, generate, max_new_tokens_for
 from odc_mpi.generation.load import GenerateArguments, GenerationModel, load_generation_model
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.decoding import Prompt, unsharded_if_fits
@@ -40,8 +40,8 @@ class Request(NamedTuple):
     prompt: Prompt
 
 
-def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
-    """Complete all prompts with `engine`, write or print the completions, and return them in prompt order. Collective.
+def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionOutput]:
+    """Complete all prompts, write or print the completions, and return them in prompt order. Collective.
 
     Raises:
         AllRanksUserError: The model, a prompt or the output file cannot be used.
@@ -62,7 +62,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
         for index in tickets.draw(len(requests)):
             note(f"generating from prompt {index + 1:,} of {len(requests):,}")
             streamer = _print_prompt(source.tokenizer, requests[index], len(requests)) if streams else None
-            outputs.append(engine(model.module, requests[index].prompt, arguments.sampling, streamer))
+            outputs.append(generate(model.module, requests[index].prompt, arguments.sampling, streamer))
     completions = sorted(output for rank_outputs in world.gather_objects(outputs) for output in rank_outputs)
     if arguments.out is not None:
         out = arguments.out
@@ -89,7 +89,6 @@ def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
     return shard_model(
         source.meta_model.module,
         world,
-        param_dtype=source.dtype,
         weights=source.meta_model.weights,
         decision=decide_for(world, device=device, tickets=True),
         device=device,

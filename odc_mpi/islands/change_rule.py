@@ -4,21 +4,9 @@ The rule is that of SelSync (arXiv 2307.07950; code: https://github.com/sahiltya
 of an island's latest gradient norms, the islands synchronize after a step in which E changes by `threshold` or more, as
 a fraction of its former value, on any island.
 
-As in that code:
-
-    - E is the mean of the last 25 norms, in which each norm weighs 0.99 times as much as its successor.
-    - The change is |E - E'| / E', with E' from the step before. One island suffices.
-    - The first steps, here 25 and there 24, synchronize.
-
-Different from that code:
-
-    - E exists from the first norm on. There it is 0 until there are 25 norms, and the second step divides by it.
-    - The change of the latest step counts. There the mean of the last 25 changes does, weighted like the norms.
-    - The norms are those that are passed. There they are the sums of the norms of each parameter's gradient.
-    - Norms that are not finite are ignored.
-
-A norm that is f times E changes E by a fraction of about (f - 1) / 22 when it enters the window, and by about as much
-when it leaves the window 25 steps later.
+As in that code, E is the mean of the last 25 norms, in which each norm weighs 0.99 times as much as its successor, and
+the first steps synchronize. Different from that code, E exists from the first norm on, the change of the latest step
+counts instead of the mean of the last 25 changes, and norms that are not finite are ignored.
 """
 
 import math
@@ -35,7 +23,6 @@ class ChangeRule:
     """Decides after each step whether the islands synchronize. Ranks that pass the same norms decide the same.
 
     Args:
-        num_islands: Number of islands.
         threshold: The islands synchronize if the smoothed gradient norm of any of them changes by at least this
             fraction in a step. With 0, they synchronize after every step.
     """

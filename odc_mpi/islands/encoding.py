@@ -22,6 +22,7 @@ Multiplication by a power of two is exact, so the results are the same on all ma
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -46,11 +47,9 @@ class Encoding:
     """Encoding of float32 arrays as bytes.
 
     Attributes:
-        name: Name of the encoding, as in the setting `islands.wire`.
         block_bytes: Number of bytes of an encoded block.
     """
 
-    name: str
     block_bytes: int
     _encode_blocks: Callable[[torch.Tensor, torch.Tensor], None]
     _decode_blocks: Callable[[torch.Tensor, torch.Tensor], None]
@@ -76,24 +75,16 @@ class Encoding:
 
 
 def make_encoding(name: str) -> Encoding:
-    """Return the encoding with a name: float32, bfloat16, int8 or e3m0."""
+    """Return the encoding with the given name, a value of the setting `islands.wire`."""
     return _ENCODINGS[name]
 
 
-def _encode_float32(blocks: torch.Tensor, message: torch.Tensor) -> None:
-    message.copy_(blocks.view(torch.uint8))
+def _encode_floats(dtype: torch.dtype, blocks: torch.Tensor, message: torch.Tensor) -> None:
+    message.copy_(blocks.to(dtype).view(torch.uint8))
 
 
-def _decode_float32(message: torch.Tensor, blocks: torch.Tensor) -> None:
-    blocks.view(torch.uint8).copy_(message)
-
-
-def _encode_bfloat16(blocks: torch.Tensor, message: torch.Tensor) -> None:
-    message.copy_(blocks.to(torch.bfloat16).view(torch.uint8))
-
-
-def _decode_bfloat16(message: torch.Tensor, blocks: torch.Tensor) -> None:
-    blocks.copy_(message.view(torch.bfloat16))
+def _decode_floats(dtype: torch.dtype, message: torch.Tensor, blocks: torch.Tensor) -> None:
+    blocks.copy_(message.view(dtype))
 
 
 def _encode_int8(blocks: torch.Tensor, message: torch.Tensor) -> None:
@@ -131,14 +122,6 @@ def _decode_e3m0(message: torch.Tensor, blocks: torch.Tensor) -> None:
     torch.mul(pairs.view(torch.float32).view_as(blocks), _units(message), out=blocks)
 
 
-def _e3m0_pairs() -> torch.Tensor:
-    """Return the two float32 values of each byte, in units of the block, as the bits of an int64 tensor [256]."""
-    magnitudes = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
-    values = torch.cat((magnitudes, -magnitudes))
-    codes = torch.arange(256)
-    return torch.stack((values[codes & 15], values[codes >> 4]), dim=1).view(torch.int64).view(-1)
-
-
 def _exponents(largest: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the exponent bytes of blocks, int32 [blocks, 1], given the bits of their largest magnitudes."""
     exponents = exponents.masked_fill(exponents < _SMALLEST, 0).clamp_(max=_NOT_FINITE - 1)
@@ -157,14 +140,18 @@ def _units(message: torch.Tensor) -> torch.Tensor:
     return units.masked_fill_(exponents == _NOT_FINITE, torch.nan)
 
 
-_E3M0_PAIRS = _e3m0_pairs()
+def _float_encoding(dtype: torch.dtype) -> Encoding:
+    return Encoding(dtype.itemsize * BLOCK_NUMEL, partial(_encode_floats, dtype), partial(_decode_floats, dtype))
+
+
+_E3M0_MAGNITUDES = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+_E3M0_VALUES = torch.cat((_E3M0_MAGNITUDES, -_E3M0_MAGNITUDES))
+#: The two float32 values of each byte, in units of the block, as the bits of an int64 tensor [256].
+_E3M0_PAIRS = torch.cartesian_prod(_E3M0_VALUES, _E3M0_VALUES).flip(1).view(torch.int64).view(-1)
 
 _ENCODINGS = {
-    encoding.name: encoding
-    for encoding in (
-        Encoding("float32", 4 * BLOCK_NUMEL, _encode_float32, _decode_float32),
-        Encoding("bfloat16", 2 * BLOCK_NUMEL, _encode_bfloat16, _decode_bfloat16),
-        Encoding("int8", 1 + BLOCK_NUMEL, _encode_int8, _decode_int8),
-        Encoding("e3m0", 1 + BLOCK_NUMEL // 2, _encode_e3m0, _decode_e3m0),
-    )
+    "float32": _float_encoding(torch.float32),
+    "bfloat16": _float_encoding(torch.bfloat16),
+    "int8": Encoding(1 + BLOCK_NUMEL, _encode_int8, _decode_int8),
+    "e3m0": Encoding(1 + BLOCK_NUMEL // 2, _encode_e3m0, _decode_e3m0),
 }

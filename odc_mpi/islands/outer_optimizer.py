@@ -13,7 +13,6 @@ therefore compute bitwise identical outer parameters, whatever their processors 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,25 +24,11 @@ from odc_mpi.islands.fragments import Fragment
 _PART_NUMEL = 1 << 15
 
 
-class Contributions(NamedTuple):
-    """Contributions of all islands to a fragment, decoded on this rank.
-
-    Attributes:
-        mean: Weighted mean of the differences, fp32 `[fragment.num_elements]`.
-        squares: Sum of squares of this rank's part of each island's difference, then of the mean.
-    """
-
-    mean: torch.Tensor
-    squares: list[float]
-
-
 class OuterOptimizer:
     """Outer parameters and momentum for this rank's slices of the trainable parameters. Does not communicate.
 
     Args:
         slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
-        learning_rate: Learning rate of the outer parameters.
-        momentum: Nesterov momentum of the outer parameters.
         local_share: `apply` sets local parameters to `local_share * local + (1 - local_share) * outer`.
         error_feedback: True to add what encoding has lost from a difference to the next one of the fragment.
 
@@ -85,8 +70,17 @@ class OuterOptimizer:
             fragment.write(torch.where(lost.isfinite(), lost, 0.0), self.residuals)
         return message
 
-    def combine(self, index: int, messages: torch.Tensor, weights: Sequence[float]) -> Contributions:
-        """Decode the messages of all islands, `[islands, n]` uint8, and return their mean with these weights."""
+    def combine(self, index: int, messages: torch.Tensor, weights: Sequence[float]) -> tuple[torch.Tensor, list[float]]:
+        """Decode the differences of all islands, and compute their weighted mean.
+
+        Args:
+            messages: Encoded difference of each island, `[islands, n]` uint8.
+            weights: Weight of each island.
+
+        Returns:
+            Two values: the mean, fp32 `[fragment.num_elements]`; and the sum of squares of this rank's part of each
+            island's difference, followed by that of the mean.
+        """
         messages = messages.to(self.outer[0].device)
         mean, squares = torch.zeros(self._fragments[index].num_elements, device=messages.device), []
         for message, weight in zip(messages, weights, strict=True):
@@ -94,7 +88,7 @@ class OuterOptimizer:
             squares.append(_sum_of_squares(difference))
             if weight:
                 mean += difference.mul_(weight)
-        return Contributions(mean, [*squares, _sum_of_squares(mean)])
+        return mean, [*squares, _sum_of_squares(mean)]
 
     def apply(self, index: int, mean: torch.Tensor | None, *, keep_local: bool = True) -> None:
         """Update the outer parameters of a fragment with the mean difference, and set the local ones.
@@ -125,16 +119,6 @@ class OuterOptimizer:
         fragment = self._fragments[index]
         flats = torch.cat([fragment.read(self.outer), fragment.read(self.velocities)])
         return int(flats.view(torch.int32).sum(dtype=torch.int64)) % 2**50
-
-    def spread(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return tensors with the shapes of the slices that hold a flat buffer of one fragment, and zeros elsewhere."""
-        slices = [torch.zeros_like(each) for each in self.outer]
-        self._fragments[index].write(flat, slices)
-        return slices
-
-    def collect(self, index: int, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the flat buffer of one fragment from tensors with the shapes of the slices."""
-        return self._fragments[index].read(slices)
 
     def _decode(self, index: int, message: torch.Tensor) -> torch.Tensor:
         difference = torch.empty(self._fragments[index].num_elements, device=message.device)

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import MetaModel
-from odc_mpi.models.heads.task import task_of
+from odc_mpi.models.heads import task_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.shard.local_shards import WeightSource
 
@@ -46,36 +46,6 @@ OPTIONAL_SETTINGS = (
 )
 #: Pattern that matches a dotted name up to the layer number, as in peft.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-
-
-class AdaptedParameter(NamedTuple):
-    """LoRA adapter of one base parameter.
-
-    Attributes:
-        layer: Dotted name of the peft layer that holds the matrices A and B.
-        scale: Scaling factor of this layer, `alpha / r`.
-        is_transposed: True if the base parameter has the shape `[experts, in, out]`. False if its shape is `[experts,
-            out, in]` or, in layers without experts, `[out, in]`.
-    """
-
-    layer: str
-    scale: float
-    is_transposed: bool
-
-    def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return `weight + scale * B @ A` in the dtype of `weight`. Fused experts are each computed separately.
-
-        Args:
-            weight: Base parameter, which has two dimensions, or three for fused experts (see `is_transposed`).
-            a: Matrix A, `[experts * r, in]`. The `r` rows of an expert are consecutive.
-            b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column `i` of the matrix B of expert `e`.
-        """
-        num_experts = weight.shape[0] if weight.ndim == 3 else 1
-        down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])
-        up = b.to(weight.dtype).view(b.shape[0], -1, num_experts).permute(2, 0, 1)
-        left, right = (down.mT, up.mT) if self.is_transposed else (up, down)
-        stacked = weight.view(num_experts, *weight.shape[-2:])
-        return torch.baddbmm(stacked, left, right, alpha=self.scale).view(weight.shape)
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
@@ -144,25 +114,37 @@ def _adapted_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     owner, name = layer.get_base_layer(), layer.parameter_name
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     # An attribute of the instance hides the parameter of the same name. `setattr` would refuse it.
-    vars(owner)[name] = _describe("", layer).add_to(getattr(owner, name), a, b)
+    vars(owner)[name] = add_product(layer, getattr(owner, name), a, b)
     try:
         return layer.base_layer(*args, **kwargs)
     finally:
         del vars(owner)[name]
 
 
-def adapted_parameters(module: nn.Module) -> dict[str, AdaptedParameter]:
-    """Return the adapters of a module, keyed by the names of the adapted parameters in the base model."""
+def add_product(layer: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `weight + alpha / r * B @ A` in the dtype of `weight`. Fused experts are each computed separately.
+
+    Args:
+        layer: peft layer that adapts the weight.
+        weight: Base parameter, `[out, in]`, or `[experts, out, in]` (`[experts, in, out]` in transposed modules).
+        a: Matrix A, `[experts * r, in]`. The `r` rows of an expert are consecutive.
+        b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column `i` of the matrix B of expert `e`.
+    """
+    num_experts = weight.shape[0] if weight.ndim == 3 else 1
+    down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])
+    up = b.to(weight.dtype).view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    left, right = (down.mT, up.mT) if getattr(layer.get_base_layer(), "is_transposed", False) else (up, down)
+    stacked = weight.view(num_experts, *weight.shape[-2:])
+    return torch.baddbmm(stacked, left, right, alpha=layer.scaling[ADAPTER]).view(weight.shape)
+
+
+def adapted_layers(module: nn.Module) -> dict[str, str]:
+    """Map the names of adapted parameters in the base model to the names of their peft layers in `module`."""
     return {
-        base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): _describe(name, layer)
+        base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): name
         for name, layer in module.named_modules()
         if hasattr(layer, "lora_A")
     }
-
-
-def _describe(name: str, layer: Any) -> AdaptedParameter:
-    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
-    return AdaptedParameter(name, layer.scaling[ADAPTER], is_transposed)
 
 
 def left_out(module: transformers.PreTrainedModel) -> list[str]:
@@ -171,7 +153,7 @@ def left_out(module: transformers.PreTrainedModel) -> list[str]:
     Embeddings, the head, biases, one-dimensional parameters and modules that are trained in full are omitted.
     """
     head = module.get_output_embeddings()
-    trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
+    trained = adapted_layers(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
     names = [
         base_name(f"{name}.{key}")
         for name, submodule in module.named_modules()

@@ -9,7 +9,7 @@ the full model. In all functions, `attn_implementation` selects the attention wi
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ from odc_mpi.files import parse_json
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
-from odc_mpi.models.families import Packing, build_for_training, packing_of
-from odc_mpi.models.heads.task import CAUSAL_LM, Task
+from odc_mpi.models.families import Packing, build_for_training
+from odc_mpi.models.heads import CAUSAL_LM, Task
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import composite_of, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
@@ -57,10 +57,10 @@ class MetaModel:
     num_matmul_params: int
     num_layers: int
     attention_dim: int
+    packing: Packing
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
     checkpoint: Checkpoint | None = None
-    packing: Packing = field(default_factory=Packing)
 
 
 def from_config(
@@ -71,7 +71,7 @@ def from_config(
     Raises `UserError` if in `settings` (the value of `model.config`), `model_type` is missing or unknown, or
     transformers does not accept a setting; or the model is multimodal or cannot be trained.
     """
-    model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
+    model = _with_random_weights(_make_config(settings), "model.config", attn_implementation, task, seed)
     _require_buffers(model.module, "model.config")
     return model
 
@@ -94,7 +94,7 @@ def from_saved_config(
     with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
     config = _override(config, settings, overrides)
-    return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation, task), seed)
+    return _with_random_weights(config, "the checkpoint", attn_implementation, task, seed)
 
 
 def is_model_directory(path: Path) -> bool:
@@ -121,23 +121,23 @@ def from_directory(
             f"model.path: expected a Hugging Face model directory with {_CONFIG}, or a run with checkpoints, "
             f"{path} has none"
         )
-    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+    problem = f"model.path: {path / _CONFIG} is not usable"
+    with _user_errors(problem):
         content = decode_floats(parse_json((path / _CONFIG).read_bytes()))
         if not isinstance(content, dict):
             raise ValueError(f"expected a JSON object, got {content!r}")
-    _check_counts(content, "", f"model.path: {path / _CONFIG} is not usable: ")
-    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+        _check_counts(content, "", f"{problem}: ")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    config = _override(config, content, overrides)
-    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+        config = _override(config, content, overrides)
         composite = composite_of(config)
-    module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation, task)
+    config = composite.text_config if composite else config
+    module, packing = _on_meta(config, "model.path", attn_implementation, task)
     random = RandomInitWeights(module, seed)
     weights = SafetensorsWeights(path, module, composite, {f"{task.new_head}.": random} if task.new_head else {})
     _init_buffers(random)
     weights.load_buffers(module)
     _require_buffers(module, "model.path")
-    return _to_meta_model(module, weights)
+    return _to_meta_model(module, packing, weights)
 
 
 def _override(
@@ -162,10 +162,13 @@ def _user_errors(prefix: str) -> Iterator[None]:
         raise UserError(f"{prefix}: {key}{one_line_message(error)}") from error
 
 
-def _with_random_weights(module: transformers.PreTrainedModel, seed: int) -> MetaModel:
+def _with_random_weights(
+    config: transformers.PreTrainedConfig, setting: str, attn_implementation: str, task: Task, seed: int
+) -> MetaModel:
+    module, packing = _on_meta(config, setting, attn_implementation, task)
     weights = RandomInitWeights(module, seed)
     _init_buffers(weights)
-    return _to_meta_model(module, weights)
+    return _to_meta_model(module, packing, weights)
 
 
 def _init_buffers(weights: RandomInitWeights) -> None:
@@ -187,7 +190,7 @@ def _check_counts(settings: Mapping[str, Any], prefix: str, source: str = "") ->
             raise UserError(f"{source}{key}: expected at most {_MAX_MODULES}, got {value}")
 
 
-def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) -> MetaModel:
+def _to_meta_model(module: transformers.PreTrainedModel, packing: Packing, weights: WeightSource) -> MetaModel:
     config = module.config.get_text_config()
     embedding = cast(torch.Tensor, module.get_input_embeddings().weight)
     head = module.get_output_embeddings()
@@ -198,7 +201,7 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
     with _user_errors(f"model: {type(module).__name__} is not supported"):
         size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
         layers = config.num_hidden_layers
-    return MetaModel(module, weights, embedding.shape[0], numel, layers, size, packing=packing_of(module))
+    return MetaModel(module, weights, embedding.shape[0], numel, layers, size, packing)
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
@@ -231,7 +234,7 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
 
 def _on_meta(
     config: transformers.PreTrainedConfig, setting: str, attn_implementation: str, task: Task
-) -> transformers.PreTrainedModel:
+) -> tuple[transformers.PreTrainedModel, Packing]:
     attention.register()
     task.configure(config, setting)
     config.use_cache = False

@@ -1,4 +1,7 @@
-"""Changes to transformers configurations through `model.config`, and comparison of a model with a checkpoint."""
+"""Changes to transformers configurations through `model.config`, and comparison of a model with a checkpoint.
+
+This module does not import torch, so that an invalid setting is reported before torch is imported.
+"""
 
 import copy
 import json
@@ -15,6 +18,22 @@ _INCIDENTAL = {
     *("id2label", "label2id", "bos_token_id", "eos_token_id", "initializer_range"),
     *("output_attentions", "output_hidden_states", "return_dict"),
 }
+
+#: Supported values of `attn_implementation`, and reasons for rejecting values that begin with a prefix.
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+_UNSUPPORTED = {
+    "flash_attention": "a library for GPUs that odc_mpi does not call: sdpa uses the FlashAttention kernels of PyTorch "
+    "for each packed sequence where possible",
+    "flex_attention": "torch has no backward of it on a CPU, and odc_mpi does not call it on a GPU: use sdpa",
+    "paged|": "it is for generation with a paged cache, not for packed sequences: use sdpa",
+    "kernels-community/": "odc_mpi loads no kernels from the Hub: use sdpa",
+}
+
+
+def unsupported_reason(name: object) -> str:
+    """Return the reason for rejecting an attention implementation, in parentheses, or "" if no reason is known."""
+    reasons = (reason for prefix, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(prefix))
+    return next((f" ({reason})" for reason in reasons), "")
 
 
 def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 @contextmanager
-def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
+def generation_mode(module: Any, seed: int | None = None) -> Iterator[DecodeFn]:
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
     In the `with` block, the model uses the attention of transformers. The model and random state are restored on exit.
@@ -54,7 +54,7 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
     ) -> torch.Tensor:
         if cache is not None:
             arguments[cache_name] = cache
-        decoded: torch.Tensor = cast(Any, module).generate(
+        decoded: torch.Tensor = module.generate(
             tokens.to(module.device),
             attention_mask=mask.to(module.device),
             generation_config=transformers.GenerationConfig(use_cache=True, **settings),
@@ -70,7 +70,7 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
 
 
 @contextmanager
-def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
+def _with_cache(module: Any) -> Iterator[None]:
     training = [submodule for submodule in module.modules() if submodule.training]
     configs: list[Any] = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
     before = [(config, config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]

@@ -4,7 +4,6 @@ Tensors of the checkpoint and the base model are read only when the output file 
 tensors of one output file are in memory at the same time.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.errors import UserError
 from odc_mpi.hub import cached_model_path, parse_name
-from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
+from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
 from odc_mpi.models.build import is_model_directory
-from odc_mpi.models.heads.task import REWARD
+from odc_mpi.models.heads import REWARD
 from odc_mpi.models.load import load_base, load_checkpoint, saved_task
-from odc_mpi.models.weights.composite import is_composite
 from odc_mpi.models.weights.conversion import published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -43,7 +41,7 @@ class AdapterExporter(Exporter):
         self._checkpoint = checkpoint
         self._base = str(base or "") or checkpoint.manifest.metadata["base"]["path"]
         path = Path(cached_model_path(self._base or ""))
-        if self._base and is_model_directory(path) and is_composite(path):
+        if self._base and is_model_directory(path) and _is_multimodal(path):
             raise UserError(
                 f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft would not "
                 "find their layers, so export the merged text model with --merge"
@@ -69,26 +67,17 @@ class AdapterExporter(Exporter):
 class PublishedExporter(Exporter, WeightSource):
     """Exporter of a full model as published tensors, which have the names and shapes that `save_pretrained` writes.
 
-    A published tensor may be part of a tensor in the module, such as one of several fused experts. Subclasses therefore
-    implement `read` for ranges of the module's tensors.
-
-    Args:
-        shapes: Shapes of the module's tensors, keyed by their names in the module. Tied parameters occur only once.
-        kept: Dtypes of the tensors, such as buffers, that keep their dtype in the export, keyed by names in the module.
+    A published tensor may be part of a tensor in `module`, such as one of several fused experts. Subclasses therefore
+    implement `read` for ranges of the module's tensors. Buffers keep their dtype.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        module: transformers.PreTrainedModel,
-        shapes: Mapping[str, Sequence[int]],
-        kept: Mapping[str, torch.dtype],
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, module: transformers.PreTrainedModel) -> None:
         self._checkpoint = checkpoint
         self.dtype = checkpoint.manifest.metadata["config"]["model"]["param_dtype"]
         self.generates = saved_task(checkpoint) is not REWARD
-        self._published = published_tensors(module, shapes)
-        self._kept = kept
+        self._buffers = dict(replicated_persistent_tensors(module))
+        self._shapes = {name: t.shape for name, t in (*module.named_parameters(), *self._buffers.items())}
+        self._published = published_tensors(module, self._shapes)
 
     @override
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
@@ -104,7 +93,8 @@ class PublishedExporter(Exporter, WeightSource):
         return model_config(self._checkpoint, dtype)
 
     def _type(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return self._kept.get(self._published[name].regions[0].source, dtype)
+        buffer = self._buffers.get(self._published[name].regions[0].source)
+        return dtype if buffer is None else buffer.dtype
 
 
 class FullModelExporter(PublishedExporter):
@@ -114,18 +104,9 @@ class FullModelExporter(PublishedExporter):
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        metadata = checkpoint.manifest.metadata
-        if "base" in metadata:
+        if "base" in checkpoint.manifest.metadata:
             raise UserError(f"{checkpoint.directory} contains only adapters: export them, or the model with --merge")
-        tensors = checkpoint.manifest.tensors.items()
-        records = {path.removeprefix(f"{MODEL}/"): record for path, record in tensors if record.kind != "state"}
-        kept = {name: getattr(torch, record.dtype) for name, record in records.items()}
-        super().__init__(
-            checkpoint,
-            load_checkpoint(checkpoint).module,
-            {name: record.shape for name, record in records.items()},
-            {name: t for name, t in kept.items() if records[name].kind == "buffer" or not t.is_floating_point},
-        )
+        super().__init__(checkpoint, load_checkpoint(checkpoint).module)
 
     @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -141,16 +122,13 @@ class MergedExporter(PublishedExporter):
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:
-        adapter = checkpoint.manifest.metadata["adapter"]
         meta_model = load_base(checkpoint, base=base)
+        super().__init__(checkpoint, meta_model.module)
         self._base = meta_model.weights
-        self._buffers = dict(replicated_persistent_tensors(meta_model.module))
-        self._shapes = {name: p.shape for name, p in meta_model.module.named_parameters()}
-        shapes = self._shapes | {name: buffer.shape for name, buffer in self._buffers.items()}
-        kept = {name: buffer.dtype for name, buffer in self._buffers.items()}
-        super().__init__(checkpoint, meta_model.module, shapes, kept)
         self._replaced = {base_name(name): name for name in _trained(checkpoint) if not is_adapter(name)}
-        self._adapted = adapted_parameters(add_adapters(meta_model, adapter, 0, torch.float32).module)
+        adapter = checkpoint.manifest.metadata["adapter"]
+        self._module = add_adapters(meta_model, adapter, 0, torch.float32).module
+        self._layers = adapted_layers(self._module)
         self._merged: tuple[str, torch.Tensor] | None = None
 
     @override
@@ -159,17 +137,22 @@ class MergedExporter(PublishedExporter):
             return self._buffers[name].reshape(-1)[start:stop]
         if name in self._replaced:
             return read_tensor(self._checkpoint, f"{MODEL}/{self._replaced[name]}", start, stop)
-        if name not in self._adapted:
+        if name not in self._layers:
             return self._base.read(name, start, stop)
         if self._merged is None or self._merged[0] != name:
             self._merged = name, self._merge(name).reshape(-1)
         return self._merged[1][start:stop].clone()  # tensors of a safetensors file cannot share memory
 
     def _merge(self, name: str) -> torch.Tensor:
-        adapted, shape = self._adapted[name], self._shapes[name]
+        layer, shape = self._layers[name], self._shapes[name]
         weight = self._base.read(name, 0, shape.numel()).reshape(shape)
-        a, b = (read_full_tensor(self._checkpoint, f"{adapted.layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
-        return adapted.add_to(weight.float(), a, b)
+        a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
+        return add_product(self._module.get_submodule(layer), weight.float(), a, b)
+
+
+def _is_multimodal(path: Path) -> bool:
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return config.get_text_config() is not config
 
 
 def _trained(checkpoint: Checkpoint) -> list[str]:

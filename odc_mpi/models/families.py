@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -19,7 +19,7 @@ from torch import nn
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
-from odc_mpi.models.heads.task import CAUSAL_LM, task_of
+from odc_mpi.models.heads import CAUSAL_LM, task_of
 
 #: Layer types that carry no state from one packed sequence to the next and mix tokens only through attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -53,17 +53,12 @@ class Packing:
         return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
 
 
-#: Decisions by class, attention implementation and configuration. They are cached because the trial takes longer than
-#: building the model.
-_DECIDED: dict[str, Packing] = {}
-
-
 def build_for_training(
     build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str
-) -> transformers.PreTrainedModel:
+) -> tuple[transformers.PreTrainedModel, Packing]:
     """Build a model on the meta device, with packed attention if the model supports it, otherwise with its own.
 
-    A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision. Raises
+    A model with its own attention accepts only one sequence at a time. Returns the model and the decision. Raises
     `UserError` if the model cannot be trained.
 
     Args:
@@ -78,27 +73,14 @@ def build_for_training(
         if not isinstance(error.__cause__, KeyError):  # the model has a table of attention classes
             raise
         reason = "its attention accepts no attention function"
-    packing = Packing(reason) if reason else _decide(module, attn_implementation)
+    packing = Packing(reason) if reason else _try_packed(module)
     if packing.unpacked_reason is not None:
         module = build("eager" if attn_implementation == "eager" else None)
         _refuse_untrainable(module, setting)
         if reason is None:  # the trial failed
             _refuse_invalid(module, setting)
         module.register_forward_pre_hook(_without_packed_inputs, with_kwargs=True)
-    module._odc_packing = packing
-    return module
-
-
-def packing_of(module: transformers.PreTrainedModel) -> Packing:
-    """Return the packing decision for a model built by `build_for_training`."""
-    return cast(Packing, module._odc_packing)
-
-
-def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> Packing:
-    key = f"{type(module).__name__} {attn_implementation} {module.config.to_json_string(use_diff=False)}"
-    if key not in _DECIDED:
-        _DECIDED[key] = _try_packed(module)
-    return _DECIDED[key]
+    return module, packing
 
 
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:

@@ -23,7 +23,7 @@ from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
 from odc_mpi.models.adapters import add_adapters
 from odc_mpi.models.configuration import first_difference, full_configuration
-from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, Task, set_padding, task_of
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, set_padding, task_of
 from odc_mpi.models.peft_directory import from_peft_directory, is_peft_directory
 from odc_mpi.models.weights.base_check import HashedWeights, check_base, describe_base
 

@@ -24,10 +24,8 @@ _EXACT_SUM_BITS = 44
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
     """Round a summand so that float64 sums of rounded summands are exact, regardless of the order of summation.
 
-    Args:
-        value: Summand to round. A non-finite value is returned unchanged.
-        max_magnitude: Positive upper bound on the magnitudes of all summands. Summands are rounded to multiples of a
-            unit of at most 2**-44 times this bound. Sums below 2**8 times this bound are exact.
+    Finite values are rounded to a multiple of a unit of at most 2**-44 times `max_magnitude`, which is positive and an
+    upper bound on the magnitudes of all summands. Sums below 2**8 times this bound are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
     return round(value / unit) * unit if math.isfinite(value) else value
@@ -40,8 +38,8 @@ class Step:
     Attributes:
         number: Number of the step, starting at 1.
         minibatch: Minibatch of the step, with the data of all ranks.
-        metrics: Metrics added by callbacks, keyed by name, and written as one line of ``metrics.jsonl``. They are equal
-            on all ranks, except for values that depend on the rank's clock.
+        metrics: Metrics added by callbacks, written as a line of ``metrics.jsonl``. They are equal on all ranks, except
+            for values that depend on the rank's clock.
         failure: Error that all ranks set, to be raised after all callbacks have run `on_step_end`, or None to continue.
     """
 
@@ -57,8 +55,7 @@ class MicrobatchResult(NamedTuple):
     Attributes:
         loss: Contribution of the microbatch to the loss of the minibatch.
         statistics: Further values that the objective has computed for the microbatch.
-        began: Start time in seconds, as returned by `time.perf_counter`.
-        ended: End time in seconds, as returned by `time.perf_counter`.
+        began, ended: Start and end in seconds, as returned by `time.perf_counter`.
         busy_s: Duration in seconds, including fetches and pushes, but not waits for slower ranks.
     """
 
@@ -86,10 +83,8 @@ class Callback:
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Prepare for training. May be collective.
 
-        Args:
-            completed_steps: Number of steps that the run completed before it was resumed; 0 for a new run.
-            metrics: Metrics before the first step, initially only `step`. Callbacks may add metrics, such as those of
-                an evaluation. If any are added, all are written as a line of ``metrics.jsonl``.
+        `completed_steps` is the number of steps that the run completed before it was resumed. `metrics` are initially
+        only `step`. If callbacks add metrics, such as those of an evaluation, a line of ``metrics.jsonl`` is written.
         """
 
     def on_step_begin(self, step: Step) -> None:

@@ -1,24 +1,22 @@
 """Logging of a run's metrics on rank 0: to the terminal, to ``metrics.jsonl`` and to ``summary.json``."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import MetricsWriter, Summary, read_metrics, write_summary
 from odc_mpi.observe.terminal import ProgressReporter
 
 
-class RunLogger(Callback, AbstractContextManager["RunLogger"]):
+class RunLogger(Callback):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
-    Must run after the callbacks that add the metrics. In a resumed run, only rank 0's summary includes earlier steps.
-
-    Args:
-        startup_lines: Text to print before the metrics.
-        callbacks: Callbacks whose columns are printed and whose summary entries are written.
-        is_main_rank: True on rank 0, which writes and prints.
+    Must run after `callbacks`, which add the metrics, and whose columns are printed and summary entries written. Prints
+    `startup_lines` first. In a resumed run, only rank 0's summary includes earlier steps.
     """
 
     def __init__(
@@ -27,7 +25,6 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._run_dir = run_dir
         self._stack = ExitStack()
         entries = {key: entry for callback in callbacks for key, entry in callback.summary.items()}
-        # The summary of a resumed run includes the steps of earlier starts.
         self._summary = Summary(entries, read_metrics(run_dir, steps) if is_main_rank else [])
         if is_main_rank:
             print(startup_lines, flush=True)
@@ -35,13 +32,13 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if is_main_rank else None
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
+    @override
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Log the metrics before the first step, such as those of an evaluation, if there are any."""
         if len(metrics) > 1:
             self._log(metrics)
 
+    @override
     def on_step_end(self, step: Step) -> None:
-        """Add the metrics of the step to the summary. Rank 0 also writes and prints them."""
         self._log(step.metrics)
 
     def _log(self, metrics: dict[str, Any]) -> None:
@@ -58,5 +55,6 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
             self._reporter.finish(summary)
         return summary
 
-    def __exit__(self, *_: object) -> None:
+    @override
+    def close(self) -> None:
         self._stack.close()

@@ -1,7 +1,7 @@
 """Metric files in the run directory: ``metrics.jsonl``, with a JSON object per step, and ``summary.json``.
 
 A callback (`observe.callback`) reduces its metrics over the ranks, and declares how they appear on the terminal and in
-the summary. This module does not communicate. Rank 0 writes the files.
+the summary. Rank 0 writes the files.
 """
 
 import json
@@ -36,13 +36,11 @@ class ProgressColumn(NamedTuple):
 
 
 class SummaryField(NamedTuple):
-    """Entry of ``summary.json``: the reduction of one metric over all steps.
+    """Entry of ``summary.json``: the reduction of one metric, a key of ``metrics.jsonl``, over all steps.
 
-    Attributes:
-        metric: Key of the metric in ``metrics.jsonl``.
-        reduce: Reduction over the steps. `mean` weights each step by its duration. `per_step` divides the sum by the
-            number of steps. `first`, `last` and `min` ignore steps whose gradients were not finite. `start` is the
-            value of step 0, the state before training. The other reductions ignore step 0.
+    `mean` weights each step by its duration. `per_step` divides the sum by the number of steps. `first`, `last` and
+    `min` ignore steps whose gradients were not finite. `start` is the value of step 0, the state before training. The
+    other reductions ignore step 0.
     """
 
     metric: str
@@ -59,9 +57,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def __init__(self, run_dir: Path) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._path = run_dir / METRICS
             # A buffer would retry a failed write with the next line, and again on closing.
-            self._file = self._path.open("ab", buffering=0)
+            self._file = (run_dir / METRICS).open("ab", buffering=0)
             self._warned = False
         except OSError as error:
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
@@ -78,7 +75,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 self._file.truncate(begin)  # a partial line would make the next one unreadable
                 self._file.seek(begin)
             if not self._warned:
-                warn_write_failed(self._path, error)
+                warn_write_failed(Path(self._file.name), error)
             self._warned = True
 
     def __exit__(self, *_: object) -> None:
@@ -107,11 +104,9 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 class Summary:
-    """Reduces the metrics of all steps to the content of ``summary.json``.
+    """Reduces the metrics of all steps to the content of ``summary.json``, whose keys are those of `fields`.
 
-    Args:
-        fields: Entries to reduce, keyed by their names in ``summary.json``.
-        previous_lines: Lines of ``metrics.jsonl`` from earlier starts of a resumed run.
+    `previous_lines` are the lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
 
     def __init__(self, fields: Mapping[str, SummaryField], previous_lines: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -135,27 +130,18 @@ class Summary:
             value, before = metrics.get(metric), self._values[key]
             if is_start != (reduce == "start") or not isinstance(value, int | float):
                 continue  # null, damaged, or from a run with other callbacks
-            if is_start:
-                self._values[key] = value
-            elif reduce in ("sum", "per_step"):
-                self._values[key] = before + value
-            elif reduce == "mean":
-                self._values[key] = before + value * metrics["step_s"]
-            elif not metrics["skipped"] and (
-                before is None or reduce == "last" or (reduce == "min" and value < before)
+            if reduce in ("sum", "mean", "per_step"):
+                self._values[key] = before + value * (metrics["step_s"] if reduce == "mean" else 1)
+            elif (is_start or not metrics["skipped"]) and (
+                before is None or reduce in ("start", "last") or (reduce == "min" and value < before)
             ):
                 self._values[key] = value
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of ``summary.json``.
+        """Return `fields`, the reduced entries, `steps` (the number of all steps) and `elapsed_s`.
 
-        Args:
-            fields: Additional entries. An entry with the key of a reduced `sum` is taken as the sum since this start,
-                because it is more precise than the sum of the metrics. The sum over earlier steps is added to it.
-
-        Returns:
-            `fields`, the reduced entries, `steps` (the number of all steps), and `elapsed_s` (seconds since this start,
-            plus the duration of earlier steps).
+        `elapsed_s` is the time since this start plus the duration of earlier steps. An entry of `fields` with the key
+        of a reduced `sum` replaces the sum of the metrics since this start, because it is more precise.
         """
         values = dict(self._values)
         for key, (_, reduce) in self._fields.items():

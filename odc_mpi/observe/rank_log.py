@@ -29,9 +29,6 @@ class RankLog:
 
     Enter the context before importing large libraries, because imports can cause warnings. Records are kept in memory
     until `open` is called, or dropped if the context ends before that.
-
-    Args:
-        rank: Rank of this process, from the launcher's environment.
     """
 
     def __init__(self, rank: int) -> None:
@@ -68,22 +65,17 @@ class RankLog:
             handler.close()
 
     def _direct(self) -> None:
-        """Send the records of the root logger and of transformers to the handlers of this object.
-
-        Must be called again after transformers is imported, because it installs its own handler.
-        """
+        """Send records to the handlers. Call this again after transformers is imported: it installs its own."""
         for logger, *_ in self._previous:
             logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True
 
 
-def rank_header(world: "World") -> str:
-    """Return the header of this rank's log file: rank, host, node, cores, process, MPI library and Slurm job."""
-    cores = sorted(os.sched_getaffinity(0))
+def _header(world: "World") -> str:
     fields = {
         "rank": f"{world.rank} of {world.size}",
         "host": f"{world.hosts[world.rank]}, node {world.node} of {world.num_nodes}",
         "local rank": f"{world.local_rank} of {world.local_size}",
-        "cores": ",".join(map(str, cores)),
+        "cores": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "process": f"{os.getpid()}: {' '.join(sys.argv)}",
         "MPI library": world.mpi_library,
         **{name.replace("slurm_", "Slurm ").replace("_", " "): str(value) for name, value in slurm_job().items()},
@@ -106,7 +98,7 @@ class _Once(logging.Filter):
 
 
 class _OneLine(logging.Formatter):
-    """Formatter that writes a record on one line as `library: text`, without a traceback."""
+    """Formatter that writes a record as one line, `library: text`, without a traceback."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -128,7 +120,7 @@ def _file(directory: Path, world: "World") -> logging.Handler:
         make_directory(directory)
         path = directory / f"rank-{world.rank:0{len(str(world.size - 1))}}.log"
         with path.open("a", encoding="utf-8") as file:
-            file.write(f"== {rank_header(world)}\n")
+            file.write(f"== {_header(world)}\n")
         handler = logging.FileHandler(path, mode="a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"run.log_dir: expected a directory to write in, got {directory}: {error.strerror}") from error

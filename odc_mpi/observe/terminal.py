@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -36,12 +36,8 @@ _LEFT = ProgressColumn("left", 8, "{left}")
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
-    Without a terminal, the output contains no control sequences for the cursor. Use the reporter as a context manager,
-    so that the bar is removed before an error is printed.
-
-    Args:
-        columns: Columns of a line, after the step number. Only the first of them is printed for a skipped step.
-        console: Console to print to. By default, `make_console()`.
+    The step number precedes `columns`, of which only the first is printed for a skipped step. `console` is by default
+    `make_console()`. Use the reporter as a context manager, so that the bar is removed before an error is printed.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
@@ -150,14 +146,9 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console for standard output, in terminal mode if `terminal_width` finds a terminal.
-
-    If ``FORCE_COLOR`` is set in the environment, lines are colored even without a terminal. The variable does not
-    enable the progress bar, because a log file cannot show one.
-    """
+    """Return a console for standard output, in terminal mode if `terminal_width` finds a terminal."""
     width = terminal_width()
-    colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
-    return Console(force_terminal=width is not None, width=width or 100, color_system="auto" if width else colors)
+    return Console(force_terminal=width is not None, width=width or 100, color_system="auto" if width else None)
 
 
 def terminal_width() -> int | None:

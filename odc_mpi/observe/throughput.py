@@ -5,6 +5,7 @@ from datetime import datetime, timezone
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.observe.callback import Callback, Step
@@ -34,12 +35,8 @@ def peak_flops(device_name: str) -> float | None:
 class ThroughputMetrics(Callback):
     """Adds time, epoch, tokens per second per rank, model FLOPs utilization and peak memory to the metrics of a step.
 
-    Must run after the callbacks that report `step_s` and `tokens_per_s`.
-
-    Args:
-        steps_per_epoch: Number of steps in one pass over the data.
-        flops: Model of the FLOPs for the forward and backward passes of a sequence. The utilization is omitted if
-            `flops` is None, or if the peak FLOP/s of the device is unknown.
+    Must run after the callbacks that report `step_s` and `tokens_per_s`. `flops` models the FLOPs for the forward and
+    backward passes of a sequence. Without it, or if the peak FLOP/s of the device is unknown, there is no utilization.
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
@@ -50,24 +47,23 @@ class ThroughputMetrics(Callback):
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._flops = (flops, peak * num_ranks) if flops and peak else None
 
+    @override
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Add time and epoch to the metrics before the first step, if other callbacks have added metrics."""
         if len(metrics) > 1:
             metrics |= self._progress(completed_steps)
 
     def local_values(self) -> tuple[float, float]:
         """Return the peak memory of this process in bytes: resident on the host, and allocated by torch on a GPU."""
-        host = peak_resident_bytes()
         on_gpu = self._device.type == "cuda"
-        return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
+        return float(peak_resident_bytes()), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Add the peak host memory and, on a GPU, the peak device memory, in bytes, as maxima over all ranks."""
         for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
             step.metrics[name] = int(gathered.per_rank(name).max())
 
+    @override
     def on_step_end(self, step: Step) -> None:
-        """Add time, epoch, tokens per second per rank, and model FLOPs utilization to the metrics of the step."""
         metrics = step.metrics
         metrics |= self._progress(step.number)
         metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks

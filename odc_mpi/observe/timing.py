@@ -13,10 +13,6 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch_stats import TRAFFIC
 from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
-#: Metrics of a run with islands, as means over the ranks: bytes that a rank exchanges with other islands per minibatch,
-#: and seconds that it waits for the other ranks of its island and for exchanges with other islands.
-BETWEEN_ISLANDS, ISLAND_WAIT = "bytes_between_islands", "island_wait_s"
-
 
 class StartReport(Callback):
     """Adds the duration of each startup phase in seconds to the summary, as the maximum over all ranks.
@@ -52,9 +48,7 @@ class StartReport(Callback):
 class StepTimeMetrics(Callback):
     """Adds the busy and wait times of the ranks to the metrics of a step and to the summary.
 
-    Args:
-        model: Model that measures wait times and peak memory, and counts collectives.
-        clock: Function that returns the time in seconds on a clock that stops while this rank waits for slower ranks.
+    `clock` returns the time in seconds on a clock that stops while this rank waits for slower ranks.
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -118,26 +112,22 @@ class StepTimeMetrics(Callback):
         of parameters. Peak memory is the maximum over the ranks, and cache sizes are minima, all in bytes.
         """
         usage, caches = self._model.usage, self._model.cache_bytes
-        memory = (usage.peak_parameter_bytes, usage.peak_gradient_bytes, caches.parameters, caches.gradients)
-        local = (memory, usage.fetch_wait_s, usage.accumulate_wait_s, usage.boundary_wait_s)
-        bytes_held, *waits = zip(*self._world.gather_objects(local), strict=True)
-        parameters, gradients, parameter_caches, gradient_caches = zip(*bytes_held, strict=True)
-        fetch_s, accumulate_s, boundary_s = (sum(seconds) / len(seconds) for seconds in waits)
+        num_collectives = usage.num_collectives - self._num_collectives
+        peaks = {name: getattr(usage, name) for name in ("peak_parameter_bytes", "peak_gradient_bytes")}
+        sizes = {"parameter_cache_bytes": caches.parameters, "gradient_cache_bytes": caches.gradients}
+        waits = {name: getattr(usage, name) for name in ("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s")}
+        gathered = self._world.gather_objects(peaks | sizes | waits)
+        values = {name: [of_rank[name] for of_rank in gathered] for name in gathered[0]}
         return {
-            "peak_parameter_bytes": max(parameters),
-            "peak_gradient_bytes": max(gradients),
-            # Minimum over the ranks.
-            "parameter_cache_bytes": min(parameter_caches),
-            "gradient_cache_bytes": min(gradient_caches),
-            "collectives_per_minibatch": (usage.num_collectives - self._num_collectives) / max(1, self._num_steps),
-            "fetch_wait_s": fetch_s,
-            "accumulate_wait_s": accumulate_s,
-            "boundary_wait_s": boundary_s,
+            **{name: max(values[name]) for name in peaks},
+            **{name: min(values[name]) for name in sizes},
+            "collectives_per_minibatch": num_collectives / max(1, self._num_steps),
+            **{name: sum(values[name]) / len(values[name]) for name in waits},
         }
 
 
 class TrafficReport(Callback):
-    """Adds bytes fetched and pushed per minibatch, within and between nodes, to the metrics, as means over the ranks.
+    """Adds bytes fetched and pushed per minibatch to the metrics, as means over the ranks.
 
     Bytes fetched during an evaluation are counted in the next minibatch.
     """
@@ -153,15 +143,16 @@ class TrafficReport(Callback):
 
 
 class IslandMetrics(Callback):
-    """Adds the bytes and waits of the exchange between islands in every minibatch to the metrics.
+    """Adds the bytes that a rank exchanges with other islands in a minibatch, and its waits, as means over the ranks.
 
-    The waits are those at the end of the previous minibatch, because the ranks exchange them with their next report.
+    It waits for the other ranks of its island and for exchanges with other islands. The waits are those at the end of
+    the previous minibatch, because the ranks exchange them with their next report.
     """
 
-    gathered_names = (BETWEEN_ISLANDS, ISLAND_WAIT)
+    gathered_names = ("bytes_between_islands", "island_wait_s")
     summary: ClassVar = {
-        BETWEEN_ISLANDS: SummaryField(BETWEEN_ISLANDS, "per_step"),
-        ISLAND_WAIT: SummaryField(ISLAND_WAIT, "sum"),
+        "bytes_between_islands": SummaryField("bytes_between_islands", "per_step"),
+        "island_wait_s": SummaryField("island_wait_s", "sum"),
     }
 
     def __init__(self, world: World, model: sharded.ShardedModel) -> None:
@@ -180,4 +171,4 @@ class IslandMetrics(Callback):
     def on_train_end(self) -> dict[str, Any]:
         """Return the waits since this start, including those of the last minibatch. Collective."""
         waits_s = self._world.gather_objects(self._usage.island_wait_s - self._start_s)
-        return {ISLAND_WAIT: sum(waits_s) / len(waits_s)}
+        return {"island_wait_s": sum(waits_s) / len(waits_s)}

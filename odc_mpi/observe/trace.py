@@ -33,27 +33,14 @@ NUM_BINS = 40
 class TraceCallback(Callback):
     """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
-    Create the callback right after the model's parameters are published, because the first minibatch begins then.
-
-    Args:
-        spans: Span recorder of the model.
-        num_steps: Maximum number of minibatches in the file. 0 disables the trace.
-        max_tokens: Maximum number of tokens in a microbatch.
-        num_islands: Number of islands, which have consecutive ranks, or 1 without islands.
+    Create the callback right after the model's parameters are published, because the first minibatch begins then. The
+    file contains at most `num_steps` minibatches; 0 disables the trace. Islands have consecutive ranks.
     """
 
     def __init__(
-        self,
-        world: World,
-        run_dir: Path,
-        spans: SpanRecorder,
-        num_steps: int,
-        max_tokens: int,
-        num_islands: int = 1,
+        self, world: World, run_dir: Path, spans: SpanRecorder, num_steps: int, max_tokens: int, num_islands: int = 1
     ) -> None:
-        self._world, self._run_dir = world, run_dir
-        self._num_islands = num_islands
-        self._spans = spans
+        self._world, self._run_dir, self._spans, self._num_islands = world, run_dir, spans, num_islands
         self._steps: deque[dict[str, Any]] = deque(maxlen=num_steps)
         self._edges = np.linspace(0, max_tokens, NUM_BINS + 1)
         self._counts = np.zeros(NUM_BINS, dtype=np.int64)
@@ -89,18 +76,19 @@ class TraceCallback(Callback):
         max_spans = max(MIN_SPANS, MAX_SPANS // (self._world.size * len(self._steps)))
         steps_of_ranks = self._world.gather_objects([_serialize_step(step, max_spans) for step in self._steps])
         if self._world.rank == 0:
-            numbers = [step["step"] for step in self._steps]
-            steps = [
-                {"step": n, "ranks": list(ranks)}
-                for n, ranks in zip(numbers, zip(*steps_of_ranks, strict=True), strict=True)
-            ]
-            tokens = {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
-            tokens |= {"first_step": self._first_step, "last_step": numbers[-1]}
             content = {
                 "num_islands": self._num_islands,
-                "steps": steps,
+                "steps": [
+                    {"step": step["step"], "ranks": ranks}
+                    for step, *ranks in zip(self._steps, *steps_of_ranks, strict=True)
+                ],
                 "max_tokens_per_microbatch": int(self._edges[-1]),
-                "tokens_per_microbatch": tokens,
+                "tokens_per_microbatch": {
+                    "edges": self._edges.tolist(),
+                    "counts": self._counts.tolist(),
+                    "first_step": self._first_step,
+                    "last_step": self._steps[-1]["step"],
+                },
             }
             write_or_warn(self._run_dir / NAME, json.dumps(content) + "\n")
         return {}

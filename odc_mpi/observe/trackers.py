@@ -1,13 +1,11 @@
 """Trackers such as TensorBoard, and the callback that sends the metrics of a run to them on rank 0.
 
-Each tracker has a thread, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a
-warning. The tags are those that the callbacks in transformers use, such as `train/loss` and `eval/loss`.
+The trackers are those of accelerate. They write their files to `trackers/` in the run directory, and do not use the
+network unless environment variables of their libraries request it. Each tracker has a thread, which imports its
+library, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a warning.
 
-Trackers write their files to `trackers/` in the run directory. Because a tracker cannot delete points, a resumed run
-starts a new series, to which it first writes the steps before the checkpoint from ``metrics.jsonl``.
-
-The trackers are those of accelerate. They do not use the network unless environment variables of their libraries
-request it. Each library is imported when its tracker starts, in the thread that writes.
+Because a tracker cannot delete points, a resumed run starts a new series, to which it first writes the steps before the
+checkpoint from ``metrics.jsonl``.
 """
 
 import importlib.util
@@ -30,7 +28,6 @@ from odc_mpi.observe.metrics import read_metrics
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-#: Project name for all runs.
 PROJECT = "odc_mpi"
 #: Values of `run.report_to`, named as in accelerate, with the packages that each tracker requires besides accelerate.
 TRACKERS: dict[str, tuple[str, ...]] = {
@@ -60,11 +57,7 @@ class TrackerCallback(Callback):
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        run_dir: Path,
-        config: Mapping[str, Any],
-        finish_s: float = FINISH_S,
+        self, names: Sequence[str], run_dir: Path, config: Mapping[str, Any], finish_s: float = FINISH_S
     ) -> None:
         self._names, self._run_dir, self._finish_s = dict.fromkeys(names), run_dir, finish_s
         self._config = config
@@ -95,7 +88,7 @@ class TrackerCallback(Callback):
 
 
 class TrackerThread:
-    """Thread that creates a tracker with `make`, writes the records in `previous`, and then writes queued records."""
+    """Thread that creates a tracker with `make`, writes the records in `previous`, and then queued records."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -143,11 +136,10 @@ def _record(metrics: Mapping[str, Any]) -> LogRecord:
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers in `metrics`, keyed by the tags that `rewrite_logs` of transformers would use."""
-    numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
-        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number
-        for key, number in numbers.items()
-        if math.isfinite(number)
+        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": float(value)
+        for key, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
 
 
@@ -171,13 +163,10 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 
 
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    """Start a tracker and return it. Call `require_tracker_packages` first.
+    """Start the tracker `name`, a key of `TRACKERS`, and return it. Call `require_tracker_packages` first.
 
-    Args:
-        name: Name of the tracker, a key of `TRACKERS`.
-        directory: Directory for the files of the tracker. An existing directory is removed first.
-        run_name: Display name of the run.
-        config: Settings of the run, stored by all trackers except TensorBoard.
+    `directory` is for the files of the tracker; an existing one is removed first. `run_name` is the display name of the
+    run. `config` contains the settings of the run, which all trackers except TensorBoard store.
     """
     if directory.exists():
         shutil.rmtree(directory)

@@ -1,6 +1,6 @@
 """Live view of a run from another process, which reads the files in the run directory while the run writes them.
 
-On a terminal, the view is a table of the latest metrics, with small bar charts of their history. It is redrawn whenever
+On a terminal, the view is a table of the latest metrics, with bar charts of their history, which is redrawn whenever
 the run writes a step. Without a terminal, a line is printed for each step.
 """
 
@@ -24,38 +24,27 @@ from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_conso
 _BACKLOG, _POLL_S = 20, 1.0
 #: Characters for bars of increasing height, number of bars in a chart, and number of steps for estimating time left.
 _HEIGHTS, _NUM_BARS, _RECENT = "▁▂▃▄▅▆▇█", 40, 50
-#: Columns to show, each with one metric: `_FIRST` has those of each objective, and `_LAST` has those of all objectives.
-_LOSS = [ProgressColumn("loss", 8, "{loss:.4f}"), ProgressColumn("held-out", 8, "{eval_loss:.4f}")]
+#: Titles and templates of the columns to show, each with one metric: `_FIRST` has those of each objective, and `_LAST`
+#: has those of all objectives.
+_LOSS = [("loss", "{loss:.4f}"), ("held-out", "{eval_loss:.4f}")]
 _FIRST = {
     "sft": _LOSS,
-    "dpo": [
-        *_LOSS,
-        ProgressColumn("accuracy", 8, "{rewards/accuracies:.1%}"),
-        ProgressColumn("held-out", 8, "{eval_rewards/accuracies:.1%}"),
-    ],
-    "reward": [
-        *_LOSS,
-        ProgressColumn("accuracy", 8, "{accuracy:.1%}"),
-        ProgressColumn("held-out", 8, "{eval_accuracy:.1%}"),
-    ],
+    "dpo": [*_LOSS, ("accuracy", "{rewards/accuracies:.1%}"), ("held-out", "{eval_rewards/accuracies:.1%}")],
+    "reward": [*_LOSS, ("accuracy", "{accuracy:.1%}"), ("held-out", "{eval_accuracy:.1%}")],
     "grpo": [
-        ProgressColumn("reward", 8, "{reward:.4f}"),
-        ProgressColumn("held-out", 8, "{eval_reward:.4f}"),
-        ProgressColumn("length", 7, "{completions/mean_length:.1f}"),
+        ("reward", "{reward:.4f}"),
+        ("held-out", "{eval_reward:.4f}"),
+        ("length", "{completions/mean_length:.1f}"),
     ],
 }
-_LAST = [ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"), ProgressColumn("idle", 6, "{idle_fraction:.1%}")]
+_LAST = [("tokens/s", "{tokens_per_s:,.0f}"), ("idle", "{idle_fraction:.1%}")]
 
 
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
     """Show the progress of a run until it ends, then print its summary.
 
-    Args:
-        is_running: Function that returns True while the run may write further lines.
-        wait_s: Maximum time to wait for the run to start, in seconds.
-
-    Raises:
-        UserError: The run has not started within `wait_s`.
+    `is_running` returns True while the run may write further lines. Raises `UserError` if the run has not started
+    within `wait_s` seconds.
     """
     ends = time.monotonic() + wait_s
     if not (run_dir / "config.yaml").is_file():
@@ -65,7 +54,8 @@ def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
             raise UserError(f"{run_dir}: expected a run directory, with config.yaml, within {wait_s:g} s (--wait)")
         time.sleep(_POLL_S)
     run = yaml_dialect.read_file(run_dir / "config.yaml")["run"]
-    shown = [*_FIRST.get(run["objective"], _FIRST["sft"]), *_LAST]
+    columns = [*_FIRST.get(run["objective"], _LOSS), *_LAST]
+    shown = [ProgressColumn(title, 9, template) for title, template in columns]
     console, last = make_console(), -1
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:

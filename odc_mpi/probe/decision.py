@@ -26,7 +26,7 @@ from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, OperationResult, Pe
 #: Minimum bandwidth of Accumulate, as a fraction of the bandwidth of Put. With Put, the owner of the shard also has to
 #: add the gradients, which takes time that is not measured.
 MIN_SHARE_OF_PUT = 0.25
-#: Thread level that a progress thread requires, because it calls MPI concurrently with the computing thread.
+#: Thread level that a progress thread requires.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 
 #: Reason for a progress thread if gradients go through mailboxes.
@@ -50,10 +50,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class CommSettings:
-    """Settings in the section `comm` that choose how ranks communicate.
-
-    Construction raises `UserError` if a value is invalid.
-    """
+    """Settings in the section `comm` that choose how ranks communicate. Raises `UserError` if a value is invalid."""
 
     zero_copy: str = "auto"
     reduction: str = "auto"
@@ -64,7 +61,7 @@ class CommSettings:
 
     @property
     def is_complete(self) -> bool:
-        """True if no probe on the host is needed, because `zero_copy`, `reduction` and `progress` are not "auto"."""
+        """True if no choice needs a probe of the host."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
@@ -97,7 +94,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """All choices about how ranks communicate, and the settings on which they are based.
+    """Choices of how ranks communicate, and the settings on which they are based.
 
     `window_device` is None unless the model computes on a device.
     """
@@ -125,7 +122,7 @@ class Decision:
         return self.window_device is not None and self.window_device.value == "cuda"
 
     def one_line(self) -> str:
-        """Format all choices except `window` in one line for a log. Reasons are shown only for warnings and advice."""
+        """Format the choices in one line for a log, with the reasons that are warnings or advice."""
         parts = []
         for name, texts in _LOG_TEXTS.items():
             if (choice := getattr(self, name)) is not None:
@@ -134,17 +131,16 @@ class Decision:
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices as a JSON-serializable dictionary, `{setting: {"choice": value, "reason": reason}}`."""
+        """Return the choices for JSON: `{setting: {"choice": value, "reason": reason}}`."""
         choices = {name: made for name, made in vars(self).items() if isinstance(made, Choice)}
         return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items()}
 
 
 def decide_collective() -> Decision:
-    """Return the decision for benchmarks of `comm.transport: collective`, which uses collectives instead of windows."""
-    window, off, reduction = (
-        Choice(value, "comm.transport is collective") for value in ("none", "off", "reduce_scatter")
-    )
-    return Decision(window, off, reduction, off)
+    """Return the decision for collectives instead of windows, the baseline in benchmarks."""
+    reason = "comm.transport is collective"
+    off = Choice("off", reason)
+    return Decision(Choice("none", reason), off, Choice("reduce_scatter", reason), off)
 
 
 def decide(
@@ -152,8 +148,7 @@ def decide(
     settings: CommSettings = CommSettings(),
     *,
     on_device: bool = False,
-    maps_devices: bool = False,
-    mapping_error: str = "",
+    mapping_error: str | None = None,
     device_objection: str | None = None,
 ) -> Decision:
     """Decide how ranks communicate.
@@ -163,27 +158,33 @@ def decide(
 
     Args:
         report: Report of a probe. Operations for which it has no result are avoided where possible.
-        maps_devices: True if all ranks can map the memory of each other's devices.
-        mapping_error: Reason why they cannot, or "" if this was not tested.
+        on_device: True if the model computes on a device.
+        mapping_error: Reason why ranks cannot map the memory of each other's devices, "" if they can map it, or None if
+            this was not tested.
         device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
     allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
     has_copies = bool(report.kinds) or settings.zero_copy != "auto"
-    if maps_devices and has_copies and allowed and settings.reduction != "accumulate":
-        return _decide_mapped(report, settings)
+    peers: Mapping[str, Peer] = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
     findings = summarize(report)
     window_device = _window_device(report, findings, settings, device_objection) if on_device else None
     if window_device is not None and window_device.value == "cpu" and mapping_error and allowed:
         window_device = Choice("cpu", f"{window_device.reason}; {mapping_error}")
-    if window_device is not None and window_device.value == "cuda":
+    if mapping_error == "" and has_copies and allowed and settings.reduction != "accumulate":
+        window = Choice("map", "each rank maps the memory of the other ranks' GPUs (CUDA IPC)")
+        window_device = Choice(
+            "cuda", window.reason if settings.window_device == "auto" else "set by comm.window_device"
+        )
+        zero_copy = Choice("off", "parameters are copied from the owners' GPUs before use")
+        reduction = Choice("mailbox", "gradients are copied into mailboxes on the owners' GPUs")
+    elif window_device is not None and window_device.value == "cuda":
         peers = findings.peers
         window = Choice("create", "Win.Create on memory of the GPUs")
         zero_copy = _zero_copy_on_device(report, settings.zero_copy)
         reduction = _reduction_on_device(findings, settings.reduction)
     else:
-        peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
         zero_copy = _zero_copy(report, settings.zero_copy)
         window = Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
         if zero_copy.value == "on":
@@ -191,16 +192,6 @@ def decide(
         reduction = _reduction(peers, settings.reduction)
     progress = _progress(report, peers, settings.progress, reduction.value)
     return Decision(window, zero_copy, reduction, progress, window_device, settings)
-
-
-def _decide_mapped(report: ProbeReport, settings: CommSettings) -> Decision:
-    window = Choice("map", "each rank maps the memory of the other ranks' GPUs (CUDA IPC)")
-    device = Choice("cuda", window.reason if settings.window_device == "auto" else "set by comm.window_device")
-    zero_copy = Choice("off", "parameters are copied from the owners' GPUs before use")
-    reduction = Choice("mailbox", "gradients are copied into mailboxes on the owners' GPUs")
-    peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
-    progress = _progress(report, peers, settings.progress, reduction.value)
-    return Decision(window, zero_copy, reduction, progress, device, settings)
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
@@ -308,7 +299,7 @@ def _speeds(kind: str, peer: Peer) -> str:
 
 
 def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, reduction: str) -> Choice:
-    """Choose `progress` from the results of Fetch_and_op in `report`, and those of the other operations in `peers`."""
+    """Choose `progress` from Fetch_and_op in `report` and the other operations in `peers`."""
     granted = report.thread_level or "no answer"
     if setting == "thread" and granted != THREADS_NEEDED:
         raise UserError(

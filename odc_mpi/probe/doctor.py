@@ -3,8 +3,7 @@
 This process does not start MPI. Its child process takes part in the job (`probe.probe`) and sends each result
 immediately, so that a report is printed even if the MPI library crashes or hangs.
 
-The results are cached for training runs with the same layout of ranks. Crashes are cached only for windows on GPUs,
-which training runs do not try themselves.
+The results are cached for training runs with the same layout of ranks.
 """
 
 import json
@@ -56,10 +55,8 @@ def doctor(
 
     Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0.
 
-    Args:
-        probe: Command that starts the child process.
-        deadline_s: Time limit for the entire probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
-            limit is exceeded, the results obtained so far are printed.
+    `probe` is the command that starts the child process. On machines with a GPU, `DEVICE_S` is added to `deadline_s`.
+    If a time limit is exceeded, the results obtained so far are printed.
     """
     rank = launched_rank()
     if has_gpu():
@@ -72,7 +69,10 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
     report = _report(result)
     _store_report(result, report)
     decision = decide(report) if report.library else None
-    on_device = _decide_on_device(report, report.device) if report.device is not None else None
+    on_device = None
+    if report.device is not None:
+        error = report.device.mapping_error if report.nodes == 1 else None
+        on_device = decide(report, on_device=True, mapping_error=error)
     if as_json:
         output = report.to_dict() | {"decision": decision and decision.to_dict()}
         print(json.dumps(output | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
@@ -84,15 +84,10 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
     return 0 if decision else 1
 
 
-def _decide_on_device(report: ProbeReport, device: DeviceWindows) -> Decision:
-    error = device.mapping_error if report.nodes == 1 else None
-    return decide(report, on_device=True, maps_devices=error == "", mapping_error=error or "")
-
-
 def _report(result: ChildResult) -> ProbeReport:
     """Return the last report from the child. If the child failed, the failure is added to it as a problem."""
-    report = ProbeReport.from_dict(result.messages["report"]) if "report" in result.messages else ProbeReport()
-    doing = result.messages.get("doing", "starting MPI")
+    report = ProbeReport.from_dict(result.message["report"]) if "report" in result.message else ProbeReport()
+    doing = result.message.get("doing", "starting MPI")
     if doing is None and result.failure is None:
         return report
     failure = result.failure or "ended early"
@@ -105,12 +100,11 @@ def _report(result: ChildResult) -> ProbeReport:
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
-    """Cache the report for training runs.
+    """Cache the report for training runs: about devices unless the launcher ended the probe, else without problems.
 
-    Results about devices are cached unless the launcher ended the probe. All other results are cached only if the
-    report has no problems.
+    Training runs do not try windows on devices themselves, so crashes in their trials are cached.
     """
-    keys = result.messages.get("keys", {})
+    keys = result.message.get("keys", {})
     if report.device is not None and result.failure != ENDED_BY_LAUNCHER:
         cache.store(keys["device"], report)
     if keys and not report.problems:

@@ -23,12 +23,10 @@ class BarColumn:
     """Values of one quantity for all variants, shown as a panel of the plot and a column of the table.
 
     Attributes:
-        heading: Name of the quantity, with its unit.
         figures: Values, keyed by variant. Each is a number, or a mapping with the keys `low`, `median` and `high`.
         number_format: Format specification for the values, such as ".2f".
         line: Value at which the panel has a vertical line, or None.
         references: Values of the same quantity from other sources, such as a simulation, keyed by source and variant.
-        in_plot: False to show the quantity only in the table.
     """
 
     heading: str
@@ -36,7 +34,6 @@ class BarColumn:
     number_format: str
     line: float | None = None
     references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    in_plot: bool = True
 
     def bars(self, names: Iterable[str]) -> list[Bar]:
         """Return a bar for each variant in `names` that has a value."""
@@ -53,25 +50,16 @@ class BarColumn:
 
 def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
     """Create a figure with a bar plot and a table, both of which compare the variants in `names`."""
-    panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
-        bars = panels[column.heading]
-        cells[column.heading] = {bar.label: _bar_text(bar, column.number_format) for bar in bars}
-        for source in dict.fromkeys(source for bar in bars for source in bar.references):
-            cells[source] = {
-                bar.label: format(bar.references[source], column.number_format)
-                for bar in bars
-                if source in bar.references
-            }
+        form, bars = column.number_format, column.bars(names)
+        cells[column.heading] = {bar.label: _bar_text(bar, form) for bar in bars}
+        for bar in bars:
+            for source, value in bar.references.items():
+                cells.setdefault(source, {})[bar.label] = format(value, form)
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
-    plotted = [column for column in columns if column.in_plot]
-    draw = partial(
-        plots.bars,
-        {c.heading: panels[c.heading] for c in plotted},
-        [c.number_format for c in plotted],
-        [c.line for c in plotted],
-    )
+    panels = {column.heading: column.bars(names) for column in columns}
+    draw = partial(plots.bars, panels, [c.number_format for c in columns], [c.line for c in columns])
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
     return Figure(Plot(name, title, draw), caption, [table])
 

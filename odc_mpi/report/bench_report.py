@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 from odc_mpi.formatting import format_seconds, format_size
@@ -26,21 +25,17 @@ from odc_mpi.report.plot_types import (
 )
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
-from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
+from odc_mpi.simulate.simulate import BASELINE, BOUNDS, ON_DEMAND, SCHEDULES, SPLIT
 
-#: Schedule to compare with the baseline.
-ON_DEMAND = "window/dynamic"
-#: Schedule to show below `ON_DEMAND` if it saves at least the fraction `MIN_SHOWN_GAIN` of the latter's time.
-SPLIT, MIN_SHOWN_GAIN = "window/split", 0.02
-#: Schedule that replaces `ON_DEMAND` for workloads with generation.
-RL_ON_DEMAND = "window/on_demand"
+#: Savings below this fraction of the time of a minibatch are not shown.
+MIN_SHOWN_GAIN = 0.02
 #: Chart headings, keyed by schedule. The fraction of the time that ranks wait is appended.
 HEADINGS = {
     BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
     ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
     SPLIT: f"The longest sequences split, {SPLIT}: ranks wait",
     rollouts.BASELINE: f"Barrier, {rollouts.BASELINE}: ranks train after all have generated, and wait",
-    RL_ON_DEMAND: f"On demand, {RL_ON_DEMAND}: idle ranks train completions of other ranks, and wait",
+    rollouts.ON_DEMAND: f"On demand, {rollouts.ON_DEMAND}: idle ranks train completions of other ranks, and wait",
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "/")}
@@ -72,7 +67,7 @@ _LINES = (
 def describe(result: Mapping[str, Any]) -> ReportPage:
     """Create a report on a benchmark or a simulation from its JSON object.
 
-    Raises LookupError, TypeError or ValueError if `result` is not the JSON object of a benchmark in `KINDS`.
+    Raises LookupError, TypeError or ValueError if `result` is not such an object.
     """
     return KINDS[result["benchmark"]](result)
 
@@ -81,7 +76,7 @@ def _schedule(result: Mapping[str, Any]) -> ReportPage:
     scenario = result["scenario"]
     measured = result["benchmark"] == "schedule"
     is_rl = result.get("workload") == "grpo"
-    baseline, on_demand = (rollouts.BASELINE, RL_ON_DEMAND) if is_rl else (BASELINE, ON_DEMAND)
+    baseline, on_demand = (rollouts.BASELINE, rollouts.ON_DEMAND) if is_rl else (BASELINE, ON_DEMAND)
     items = f"prompts each, {scenario['completions']} completions of each" if is_rl else "sequences each"
     subtitle = [
         f"{scenario['ranks']} ranks, {scenario['per_rank']} {items}, lengths {scenario['lengths']}, speeds vary "
@@ -122,7 +117,7 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
         )
         for name, end in ends.items()
     ]
-    work = "completions" if on_demand == RL_ON_DEMAND else "sequences"
+    work = "completions" if on_demand == rollouts.ON_DEMAND else "sequences"
     title = f"The same {len(timeline[baseline])} ranks and the same {work}: " + (
         f"on demand the minibatch ends {saved_s / ends[baseline]:.0%} earlier"
         if saved_s > MIN_SHOWN_GAIN * ends[baseline]
@@ -150,12 +145,12 @@ def _gantt_row(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Gant
 
 def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
     wait = result["idle_fraction"]
-    is_rl = on_demand == RL_ON_DEMAND
+    is_rl = on_demand == rollouts.ON_DEMAND
     others = {"simulated": result.get("simulated", {})}
     columns = [
         BarColumn(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
-        BarColumn("s / step", result["step_s"], ".2f", in_plot=False),
+        BarColumn("s / step", result["step_s"], ".2f"),
     ]
     islands = [name for name in wait if name.startswith(("islands/", "outer/"))]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *islands, *BOUNDS]
@@ -176,20 +171,16 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
 
 
 def _train(result: Mapping[str, Any]) -> ReportPage:
-    speeds = {
-        name: {"low": result["quartiles"][name][0], "median": speed, "high": result["quartiles"][name][1]}
-        for name, speed in result["tokens_per_s"].items()
-    }
-    columns = [BarColumn("tokens per second, with quartiles", speeds, ",.0f")]
-    references = {"fsdp2": "FSDP2", "ceiling": "the ceiling"}
-    columns += [
-        BarColumn(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
-        for name, title in references.items()
+    ratios, speeds = result["ratio_to_fsdp2"], {}
+    for name, speed in result["tokens_per_s"].items():
+        low, high = result["quartiles"][name]
+        speeds[name] = {"low": low, "median": speed, "high": high}
+    columns = [
+        BarColumn("tokens per second, with quartiles", speeds, ",.0f"),
+        BarColumn("as a multiple of FSDP2", ratios, ".2f", 1.0),
+        BarColumn("as a multiple of the ceiling", result["ratio_to_ceiling"], ".2f", 1.0),
     ]
-    ratios = result["ratio_to_fsdp2"]
-    best, fsdp = (
-        max((n for n in ratios if n.startswith(kind)), key=ratios.__getitem__) for kind in ("window/", "fsdp2")
-    )
+    best, fsdp = (max((n for n in ratios if n.startswith(kind)), key=ratios.get) for kind in ("window/", "fsdp2"))
     title = f"{best} trains {ratios[best] / ratios[fsdp]:.2f} times as fast as FSDP2 with its better plan ({fsdp})"
     caption = "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks."
     figures = [bar_table("speeds", title, columns, speeds, caption)]
@@ -204,41 +195,6 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
     return _benchmark_report(result, title, subtitle, figures)
-
-
-def _start(result: Mapping[str, Any]) -> ReportPage:
-    starts, predicted, cores = result["starts"], result["predicted_s"], result["cores"]
-    times = [start["start_s"] for start in starts]
-    phases = [phase for phase in times[0] if any(each[phase] > 1e-3 * each["total"] for each in times)]
-
-    def row(ranks: str, start: Mapping[str, Any], seconds: Mapping[str, float], memory: str) -> list[str]:
-        return [
-            ranks,
-            str(start["units"] or "-"),
-            *(f"{s:.2f}" if (s := seconds[phase]) < 100 else f"{s:.0f}" for phase in phases),
-            memory,
-        ]
-
-    rows = [row(str(start["ranks"]), start, start["start_s"], f"{start['host_bytes'] >> 20:,}") for start in starts]
-    last = starts[-1]
-    title = f"{last['ranks']} ranks on {cores} cores finish their first step after {last['start_s']['total']:.1f} s"
-    caption = "Seconds of each phase, on the slowest rank. The losses are the same for all numbers of ranks."
-    if predicted:
-        rows.append(row(f"{result['predicted_ranks']:,}*", last, predicted, "-"))
-        caption += " * predicted, not measured: a core for each rank, and no slower network."
-    of_units = [start for start in starts if start["units"] == last["units"]]
-    ranks = [start["ranks"] for start in of_units]
-    curves = [
-        Curve(phase.replace("_", " "), ranks, [start["start_s"][phase] for start in of_units], style, marker)
-        for phase, (style, marker) in zip(phases, cycle(_LINES), strict=False)
-    ]
-    heading = "seconds" + (f", {last['units']} units" if last["units"] else "")
-    plot = Plot("start", title, partial(plots.curves, [[Panel(heading, curves)]], "ranks"))
-    # Short, since a terminal has 100 columns.
-    headings = [phase.removeprefix("first_").removesuffix("s") for phase in phases]
-    table = Table("", ["ranks", "units", *headings, "MiB"], rows)
-    subtitle = [f"{cores} cores, {result['steps']} steps" + (f", {result['config']}" if result["config"] else "")]
-    return _benchmark_report(result, title, subtitle, [Figure(plot, caption, [table])])
 
 
 def _transport(result: Mapping[str, Any]) -> ReportPage:
@@ -277,7 +233,6 @@ def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[st
 
 
 def _table_over_sizes(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """Return a table with one row per unit size and one column per measured variant."""
     entries = [size["all_at_once"] for size in sizes]
     names = {name: title for name, title in titles.items() if any(name in each for each in entries)}
     rows = [
@@ -299,7 +254,6 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
 def _benchmark_report(
     result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
 ) -> ReportPage:
-    """Create a benchmark report that also states the load average of the node and the skipped variants."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
@@ -309,7 +263,6 @@ def _benchmark_report(
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {
     "schedule": _schedule,
     "simulate": _schedule,
-    "start": _start,
     "train": _train,
     "transport": _transport,
 }

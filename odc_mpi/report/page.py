@@ -1,9 +1,15 @@
-"""Content of a report, and its rendering as a self-contained HTML page for light mode, dark mode and print."""
+"""Content of a report, and its rendering as a self-contained HTML page or, without plots, for a terminal."""
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from odc_mpi.report.plot_types import BLUE, INK, LINE, MUTED, PAPER, Plot
 
@@ -51,22 +57,15 @@ class Tile(NamedTuple):
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
-    """Table of text cells, with a heading.
-
-    Attributes:
-        columns: Column headings. The first column contains the row names.
-        rows: Rows of cells, with one cell per column.
-    """
+class Table(NamedTuple):
+    """Table of text cells, with a heading and column headings. The first column contains the row names."""
 
     heading: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """Plot with a caption. HTML pages show the plot, whereas terminals show the tables instead."""
 
     plot: Plot
@@ -78,11 +77,8 @@ class Figure:
 class ReportPage:
     """Content of a report.
 
-    Attributes:
-        subtitle: Lines of text that describe the run or benchmark.
-        notes: Remarks, for example about missing data.
-        groups: Small tables of names and values, displayed side by side.
-        collapsed: Long texts, keyed by heading. Each text is hidden until the reader opens its heading.
+    `subtitle` describes the run or benchmark, and `notes` has remarks, for example about missing data. `collapsed` are
+    long texts, keyed by heading, hidden until the reader opens the heading. `groups` are displayed side by side.
     """
 
     title: str
@@ -96,7 +92,7 @@ class ReportPage:
 
 
 def html(report: ReportPage) -> str:
-    """Render a report as an HTML document."""
+    """Render a report as an HTML document for light mode, dark mode and print."""
     light = "; ".join(f"{name}: {color}" for color, name in _VARIABLES.items())
     dark = "; ".join(f"{name}: {color}" for name, color in _DARK.items())
     variables = f":root {{ color-scheme: light dark; {light} }}\n"
@@ -134,16 +130,12 @@ def _tile(tile: Tile) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
-    return f"<figure>\n<h2>{escape(figure.plot.title)}</h2>\n{_inline(figure.plot)}{caption}</figure>"
-
-
-def _inline(plot: Plot) -> str:
-    """Return the plot as an SVG element whose colors are the CSS variables of the page."""
-    svg = plot.svg(standalone=False)
+    """Return an HTML figure, in which the colors of the plot are the CSS variables of the page."""
+    plot, caption = figure.plot, f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
+    svg = plot.svg(standalone=False).replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var({name})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
+    return f"<figure>\n<h2>{escape(plot.title)}</h2>\n{svg}{caption}</figure>"
 
 
 def _table(table: Table) -> str:
@@ -152,3 +144,24 @@ def _table(table: Table) -> str:
     for name, *cells in table.rows:
         rows.append(f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n")
     return f"<table>\n{''.join(rows)}</table>"
+
+
+def terminal(report: ReportPage) -> Group:
+    """Render a report for a terminal with at least 80 columns, without title, plots, tiles, groups, collapsed texts."""
+    parts: list[RenderableType] = [Text(line) for line in (*report.subtitle, *report.notes)]
+    for figure in report.figures:
+        parts += [Text(), Text(figure.plot.title, "bold"), *map(_rich_table, figure.tables)]
+        parts += [Text(figure.caption)] if figure.caption else []
+    for table in report.tables:
+        parts += [Text(), _rich_table(table)]
+    return Group(*parts)
+
+
+def _rich_table(table: Table) -> RichTable:
+    rows = RichTable(box=SIMPLE, pad_edge=False, title=Text(table.heading), title_justify="left", title_style="")
+    for i, column in enumerate(table.columns):
+        heading = "\n".join(textwrap.fill(line, 14, break_long_words=False) for line in column.splitlines())
+        rows.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for row in table.rows:
+        rows.add_row(*map(Text, row))
+    return rows

@@ -15,11 +15,9 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e0
 
 
 class Style(NamedTuple):
-    """Style of a bar or a line.
+    """Color of a bar or a line, and hatch of the bar ("/", "-", a backslash or "") or dashes of the line.
 
-    Attributes:
-        color: Color of the bar or line. A bar with the color "none" has only an outline and the hatch.
-        hatch: Hatch of a bar ("/", "-", a backslash or "") or style of a line ("-", "--", ":", "-." or "none").
+    A bar with the color "none" has only an outline and the hatch. Dashes are "-", "--", ":", "-." or "none".
     """
 
     color: str
@@ -32,11 +30,9 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """Title of a plot, and the function that draws it.
+    """Title of a plot, and the function that draws it without the title.
 
-    Attributes:
-        name: Name of the plot for `odc-mpi report --picture`, and prefix of the element ids in the SVG document.
-        draw: Function that draws the plot without its title.
+    `name` is the name for `odc-mpi report --picture`, and the prefix of the element ids in the SVG document.
     """
 
     name: str
@@ -48,14 +44,10 @@ class Plot:
         return self.draw().document(self.name, textwrap.wrap(self.title, 118) if standalone else ())
 
 
-@dataclass(frozen=True)
-class GanttRow:
-    """Timeline of one rank.
+class GanttRow(NamedTuple):
+    """Timeline of one rank, with `label` to its left: start and end times in seconds, keyed by kind of activity.
 
-    Attributes:
-        label: Text to the left of the row.
-        spans: Start and end times of all spans, in seconds, keyed by kind of activity.
-        notes: Start time, end time and text of each note. A line marks the start, and the text is drawn if it fits.
+    A note has a start time, an end time and a text. A line marks the start, and the text is drawn if it fits.
     """
 
     label: str
@@ -63,14 +55,10 @@ class GanttRow:
     notes: Sequence[tuple[float, float, str]] = ()
 
 
-@dataclass(frozen=True)
-class GanttChart:
-    """Gantt chart with the timelines of several ranks.
+class GanttChart(NamedTuple):
+    """Gantt chart with the timelines of several ranks, and times to mark with a line and a text. Times are in seconds.
 
-    Attributes:
-        end_s: Time at which the chart ends, in seconds.
-        marks: Times, in seconds, to mark with a line and a text.
-        saved_s: Seconds by which this chart ends earlier than the chart above it, or 0.
+    `saved_s` is the time by which the chart ends earlier than the chart above it, or 0.
     """
 
     heading: str
@@ -82,10 +70,7 @@ class GanttChart:
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar for one value.
-
-    `spread` is the lower and upper quartile, or None if unknown. `references` maps other sources to their values.
-    """
+    """Bar for one value, with its lower and upper quartile if known, and the values from other sources."""
 
     label: str
     value: float
@@ -94,14 +79,10 @@ class Bar:
     references: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Curve in a panel.
+class Curve(NamedTuple):
+    """Curve in a panel, in the legend unless its label is "". Missing values are NaN.
 
-    Attributes:
-        label: Text in the legend, or "" to omit the curve from the legend.
-        y: Value at each `x`; NaN if the value is missing.
-        marker: Marker at each point (see `svg.Drawing.marker`).
+    `marker` is drawn at each point (see `svg.Drawing.marker`).
     """
 
     label: str
@@ -115,8 +96,7 @@ class Curve:
 class Panel:
     """Panel of a plot, with one or more curves.
 
-    Attributes:
-        form: "log" for a logarithmic y axis, a format specification for one that includes 0, or "" for any other.
+    `form` is "log" for a logarithmic y axis, a format specification for one that includes 0, or "" for any other.
     """
 
     heading: str
@@ -125,14 +105,8 @@ class Panel:
     height: float = 210.0
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Histogram of token counts.
-
-    Attributes:
-        edges: Edges of the bins, in tokens and in ascending order. There is one more edge than there are `counts`.
-        marks: Positions on the x axis, in tokens, to mark with a line and a text.
-    """
+class Histogram(NamedTuple):
+    """Histogram of token counts, with the edges of its bins and positions to mark with a line and a text, in tokens."""
 
     heading: str
     edges: Sequence[float]

@@ -29,7 +29,10 @@ def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
         for number, row in enumerate(chart.rows):
             drawing.text(0, top + row_height * (number + 0.5) + 3, row.label)
             _draw_row(axes, top + row_height * number + 2, row_height - 4, row, styles)
-        _draw_marks(axes, chart)
+        for at, text in chart.marks:
+            axes.mark(at, text, rise=14)
+        if chart.saved_s > 0:
+            _draw_savings(axes, chart.end_s, chart.saved_s)
         drawing.height = top + height + 8
     axes.draw_x(lambda x: f"{x:g}")
     drawing.text(_LEFT + axes.width, drawing.height + 28, "seconds", MUTED, text_anchor="end")
@@ -61,18 +64,13 @@ def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mappin
             axes.drawing.text(left + width / 2, y + height / 2 + 4, text, _ON_COLOR, **place)
 
 
-def _draw_marks(axes: Axes, chart: GanttChart) -> None:
-    for at, text in chart.marks:
-        axes.drawing.line([(axes.x(at), axes.top - 14), (axes.x(at), axes.top + axes.height)], Style(INK))
-        x, is_right = axes.x(at), axes.x(at) > WIDTH - 80
-        axes.drawing.text(x - 4 if is_right else x + 4, axes.top - 4, text, text_anchor="end" if is_right else "start")
-    if chart.saved_s > 0:
-        begin, end, y = axes.x(chart.end_s), axes.x(chart.end_s + chart.saved_s), axes.top + axes.height / 2
-        arrow = f"M{begin + 6:.1f},{y - 4} l-6,4 l6,4 m-6,-4 H{end:.1f} m-6,-4 l6,4 l-6,4"
-        axes.drawing.add("path", d=arrow, fill="none", stroke=INK, stroke_width=1.2)
-        place = {"text_anchor": "middle", "font_weight": "bold"}
-        axes.drawing.text((begin + end) / 2, y - 8, "saved", **place)
-        axes.drawing.text((begin + end) / 2, y + 18, f"{chart.saved_s:.3g} s", **place)
+def _draw_savings(axes: Axes, end_s: float, saved_s: float) -> None:
+    begin, end, y = axes.x(end_s), axes.x(end_s + saved_s), axes.top + axes.height / 2
+    arrow = f"M{begin + 6:.1f},{y - 4} l-6,4 l6,4 m-6,-4 H{end:.1f} m-6,-4 l6,4 l-6,4"
+    axes.drawing.add("path", d=arrow, fill="none", stroke=INK, stroke_width=1.2)
+    place = {"text_anchor": "middle", "font_weight": "bold"}
+    axes.drawing.text((begin + end) / 2, y - 8, "saved", **place)
+    axes.drawing.text((begin + end) / 2, y + 18, f"{saved_s:.3g} s", **place)
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Drawing:
@@ -86,7 +84,7 @@ def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Se
         left = label_width + number * (width + _GAP)
         axes = Axes(drawing, left, 26, width, height, (0, 1.22 * max([1e-9, *values])))
         drawing.text(left, 14, heading, font_weight="bold")
-        axes.draw_x(lambda x, number=number: format(x, form[number]), grid=True)  # type: ignore[misc]
+        axes.draw_x(lambda x, number=number: format(x, form[number]))  # type: ignore[misc]
         for row, bar in enumerate(panel):
             _draw_bar(axes, 26 + row_height * row, row_height, bar, form[number])
         line = reference[number]
@@ -150,7 +148,7 @@ def _draw_panel(
     axes = Axes(drawing, left + _LEFT, top + space, width - _LEFT - 8, panel.height - space - 44, ends, (low, high))
     axes.log_x, axes.log_y = x_form is not None, panel.form == "log"
     axes.draw_y(lambda y: format_short(y) if panel.form in ("log", "") else format(y, panel.form))
-    axes.draw_x(x_form or (lambda x: f"{x:g}"), xs if x_form else None, integers=True)
+    axes.draw_x(x_form or (lambda x: f"{x:g}"), xs if x_form else None, min_unit=1)
     drawing.text(left + width - 8, top + panel.height - 10, xlabel, MUTED, text_anchor="end")
     for curve in panel.curves:
         drawing.line(((axes.x(x), axes.y(y)) for x, y in zip(curve.x, curve.y, strict=True)), curve.style)
@@ -224,6 +222,6 @@ def stack(
             box = axes.y(bottom + values[number]), right - left, axes.y(bottom) - axes.y(bottom + values[number])
             drawing.bar(left, *box, styles[kind], f"{xlabel} {at:g}\n{hover}")
             bottom += values[number]
-    axes.draw_x(lambda value: f"{value:g}", integers=True)
+    axes.draw_x(lambda value: f"{value:g}", min_unit=1)
     drawing.text(WIDTH - 8, 262, xlabel, MUTED, text_anchor="end")
     return drawing

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json, write_text_atomic
+from odc_mpi.files import parse_json, write_text_durable
 from odc_mpi.report import bench_report, page, run_report
 
 #: Suffixes that the output file may have only if they match its format.
@@ -11,17 +11,16 @@ _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 
 def write(source: Path, out: Path | None = None, plot_name: str | None = None) -> Path:
-    """Write a report on a run or a benchmark, and return the path of the output file.
+    """Write a report on a run or a benchmark as HTML, or one of its plots as SVG, and return the path of the output.
 
     Args:
         source: Run directory, or file with the `--json` output of a benchmark or of `odc-mpi simulate`.
         out: Output file. By default, report.html or report.PLOT.svg in the run directory, or the path of the source
             file with the suffix .html or .PLOT.svg.
-        plot_name: Name of the plot to write as SVG. By default, the full report is written as HTML.
 
     Raises:
-        UserError: The source is invalid or damaged, the report has no such plot, or the output file cannot be written
-            or has the suffix of another format.
+        UserError: The source is invalid or damaged, the report has no plot `plot_name`, or the output file cannot be
+            written or has the suffix of another format.
     """
     ending = ".html" if plot_name is None else f".{plot_name}.svg"
     form = ending[ending.rindex(".") :]
@@ -40,7 +39,7 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
         raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(message.split())}") from error
     out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
     try:
-        write_text_atomic(out, text, private=False)
+        write_text_durable(out, text)
     except OSError as error:
         raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
     return out

@@ -16,10 +16,9 @@ _PARTS = (Style(SKY, "-."), Style(GREEN, ":"), Style(PURPLE, "--"), Style(RED, "
 
 
 def loss_figure(lines: Lines) -> Figure:
-    """Create a figure with training and held-out loss, learning rate, gradient norm and tokens per second.
+    """Create a figure with the losses and, for DPO and reward models, accuracies, margins and log-probabilities.
 
-    For DPO and reward models, the figure also shows accuracies, margins and log-probabilities. `lines` are the lines of
-    ``metrics.jsonl``, including that of step 0 if there was an evaluation before the first step.
+    `lines` are the lines of ``metrics.jsonl``, including that of step 0, if any.
     """
     loss = _curve(lines, "loss", "training")
     curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
@@ -35,7 +34,6 @@ def loss_figure(lines: Lines) -> Figure:
 
 
 def _preference_panels(lines: Lines) -> list[Panel]:
-    """Return the panels for DPO and reward models: accuracy, reward margin, and log-probabilities of answers."""
     panels = []
     for heading, names, form in (
         ("pairs whose chosen answer has the higher reward", ("rewards/accuracies", "accuracy"), ".0%"),

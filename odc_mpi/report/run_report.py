@@ -70,10 +70,8 @@ _OMITTED = {
 def describe(run_dir: Path) -> ReportPage:
     """Create a report on a run from its run directory.
 
-    Raises:
-        UserError: `run_dir` is not a run directory, or its config.yaml is not valid YAML.
-        OSError: A file in the run directory cannot be read.
-        LookupError, TypeError, ValueError: A file in the run directory has unexpected content.
+    Raises `UserError` if `run_dir` is not a run directory or its config.yaml is not valid YAML, OSError if a file
+    cannot be read, and LookupError, TypeError or ValueError if a file has unexpected content.
     """
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):
@@ -208,7 +206,6 @@ def _describe_ranks(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> 
 
 
 def _samples(path: Path) -> list[Table]:
-    """Return a list with a table of completions and rewards from the first and last recorded steps, if any."""
     records = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -217,10 +214,9 @@ def _samples(path: Path) -> list[Table]:
             continue
     if not records:
         return []
-    first, last = records[0]["step"], records[-1]["step"]
-    chosen = [record for record in records if record["step"] == first][:_NUM_SAMPLES]
-    if last != first:
-        chosen += [record for record in records if record["step"] == last][:_NUM_SAMPLES]
+    chosen: list[dict[str, Any]] = []
+    for step in dict.fromkeys((records[0]["step"], records[-1]["step"])):
+        chosen += [record for record in records if record["step"] == step][:_NUM_SAMPLES]
     functions = list(chosen[0]["rewards"]) if len(chosen[0]["rewards"]) > 1 else []
     rows = [
         [
@@ -237,7 +233,6 @@ def _samples(path: Path) -> list[Table]:
 
 
 def _text(content: Any) -> str:
-    """Return a prompt or completion as text. Each message of a conversation begins on a new line."""
     if isinstance(content, list):
         return "\n".join(f"{message['role']}: {message['content']}" for message in content)
     return str(content)
@@ -262,7 +257,6 @@ def _parse(text: str) -> dict[str, dict[str, str]]:
 
 
 def _format_value(key: str, value: Any) -> str:
-    """Format the value of a summary entry. The entry's key determines the unit."""
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
     if isinstance(value, bool | str) or not isinstance(value, int | float):

@@ -26,8 +26,7 @@ _HATCHES = {"/": "M0,8 L8,0", "\\": "M0,0 L8,8", "-": "M0,4 L8,4"}
 class Drawing:
     """SVG drawing that is `WIDTH` pixels wide, with methods that add elements.
 
-    Attributes:
-        height: Height in pixels. Callers must increase it when they add elements below it.
+    `height` is in pixels. Callers must increase it when they add elements below it.
     """
 
     height: float = 0.0
@@ -35,11 +34,9 @@ class Drawing:
     _hatches: dict[Style, str] = field(default_factory=dict)
 
     def add(self, tag: str, hover: str = "", content: str = "", **attributes: Any) -> None:
-        """Add the SVG element `tag`. Underscores in attribute names are replaced by hyphens.
+        """Add the SVG element `tag` with a text content. Underscores in attribute names are replaced by hyphens.
 
-        Args:
-            hover: Text that a browser shows while the pointer is over the element.
-            content: Text content of the element.
+        A browser shows the text `hover` while the pointer is over the element.
         """
         inside = (f"<title>{escape(hover)}</title>" if hover else "") + escape(content)
         values = " ".join(f'{name.replace("_", "-")}="{_number(value)}"' for name, value in attributes.items())
@@ -120,12 +117,9 @@ class Drawing:
 
 @dataclass
 class Axes:
-    """Rectangle within a drawing, with an x axis and a y axis.
+    """Rectangle within a drawing, with an x axis and a y axis, which may be logarithmic.
 
-    Attributes:
-        left, top, width, height: Position and size in the drawing, in pixels.
-        x_range, y_range: Values at the ends of the axes.
-        log_x, log_y: True for a logarithmic axis.
+    Position and size are in pixels. The ranges are the values at the ends of the axes.
     """
 
     drawing: Drawing
@@ -146,21 +140,10 @@ class Axes:
         """Return the vertical position of a y value in the drawing, in pixels from the top."""
         return self.top + self.height * (1 - _fraction(value, self.y_range, self.log_y))
 
-    def draw_x(
-        self,
-        form: Callable[[float], str],
-        values: Sequence[float] | None = None,
-        *,
-        grid: bool = False,
-        integers: bool = False,
-    ) -> None:
-        """Draw the x axis with labels at `values`, which default to round numbers, or round integers if `integers`."""
+    def draw_x(self, form: Callable[[float], str], values: Sequence[float] | None = None, min_unit: float = 0) -> None:
+        """Draw the x axis with labels at `values`, by default at round numbers that are at least `min_unit` apart."""
         bottom = self.top + self.height
-        count = max(2, int(self.width / 75))
-        values = ticks(self.x_range, count, 1 if integers else 0) if values is None else values
-        for value in values:
-            if grid:
-                self._rule(self.x(value), self.top, self.x(value), bottom)
+        for value in ticks(self.x_range, max(2, int(self.width / 75)), min_unit) if values is None else values:
             self.drawing.text(self.x(value), bottom + 17, form(value), MUTED, text_anchor="middle")
         self.drawing.add("path", d=f"M{self.left},{bottom} h{self.width:.1f}", stroke=MUTED)
 
@@ -168,26 +151,24 @@ class Axes:
         """Draw horizontal grid lines at round numbers on the y axis, with labels on the left."""
         count = max(2, int(self.height / 32))
         for value in log_ticks(self.y_range) if self.log_y else ticks(self.y_range, count):
-            self._rule(self.left, self.y(value), self.left + self.width, self.y(value))
-            self.drawing.text(self.left - 8, self.y(value) + 4, form(value), MUTED, text_anchor="end")
+            y = self.y(value)
+            self.drawing.add("line", x1=self.left, y1=y, x2=self.left + self.width, y2=y, stroke=LINE, stroke_width=0.7)
+            self.drawing.text(self.left - 8, y + 4, form(value), MUTED, text_anchor="end")
 
-    def mark(self, value: float, text: str) -> None:
-        """Draw a dashed vertical line at an x value, with `text` on the side that has more room."""
-        x, is_right = self.x(value), _fraction(value, self.x_range, self.log_x) > 0.6
-        self.drawing.line([(x, self.top), (x, self.top + self.height)], Style(INK, "--"))
-        self.drawing.text(x - 5 if is_right else x + 5, self.top + 10, text, text_anchor="end" if is_right else "start")
+    def mark(self, value: float, text: str, rise: float = 0.0) -> None:
+        """Draw a vertical line at an x value, from `rise` pixels above the axes on, and `text` at its upper end."""
+        x, y = self.x(value), self.top - rise
+        self.drawing.line([(x, y), (x, self.top + self.height)], Style(INK))
+        is_left = x + 5 + CHARACTER * len(text) > self.left + self.width
+        self.drawing.text(x - 5 if is_left else x + 5, y + 10, text, text_anchor="end" if is_left else "start")
 
     def hover(self, x: Sequence[float], texts: Sequence[str]) -> None:
         """Divide the axes into areas around the ascending values `x`, and give each area one of the hover `texts`."""
-        positions = [self.x(value) for value in x]
-        edges = [self.left, *((a + b) / 2 for a, b in pairwise(positions))]
-        edges.append(self.left + self.width)
+        middles = [(a + b) / 2 for a, b in pairwise(self.x(value) for value in x)]
+        edges = [self.left, *middles, self.left + self.width]
         for begin, end, text in zip(edges, edges[1:], texts, strict=False):
             box: dict[str, Any] = {"x": begin, "y": self.top, "width": max(0.0, end - begin), "height": self.height}
             self.drawing.add("rect", text, fill=INK, fill_opacity=0, **{"class": "hover"}, **box)
-
-    def _rule(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        self.drawing.add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=LINE, stroke_width=0.7)
 
 
 def ticks(limits: tuple[float, float], count: int, min_unit: float = 0) -> list[float]:

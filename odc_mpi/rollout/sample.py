@@ -1,8 +1,8 @@
 """Sampling of several completions per prompt, for several prompts in one decode batch, with `generate` of transformers.
 
-Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers for a completion
-depend on the seed, the step, the prompt and the index of the completion, but not on the rank or on other completions in
-the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield equal tokens.
+The random numbers for a completion depend on the seed, the step, the prompt and the index of the completion, but not on
+the rank or on other completions in the batch. Rounding of logits depends on the batch, so only identical decode batches
+are certain to yield equal tokens.
 
 Each token is sampled with one uniform random number. Its log-probability under the policy at the sampling temperature
 is stored, but the logits are not, so memory does not grow with vocabulary size times length.
@@ -66,12 +66,10 @@ class PromptCompletions(NamedTuple):
 #: Function that is called when all completions of a prompt have ended. Its arguments are the index of the prompt in the
 #: decode batch and the completions.
 OnPromptDone = Callable[[int, PromptCompletions], None]
-#: Function that samples completions: `sample`, or a function of an inference engine with the same arguments.
-SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
 
 
 def sample(
-    module: transformers.PreTrainedModel,
+    module: Any,
     prompts: Sequence[Prompt],
     sampling: RolloutSamplingParams,
     on_prompt_done: OnPromptDone,
@@ -145,6 +143,7 @@ class _TokenSampler(LogitsProcessor):
         self._lengths = torch.zeros(count, dtype=torch.int64)
         self._stopped = torch.zeros(count, dtype=torch.bool)
         self._missing = [sampling.num_generations for _ in prompts]
+        self._truncation = _truncation(sampling)
         self._uniforms = np.empty((0, 0))
         if sampling.temperature:
             self._uniforms = np.stack(
@@ -205,7 +204,7 @@ class _TokenSampler(LogitsProcessor):
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
         if self._sampling.temperature:
             uniforms = torch.from_numpy(self._uniforms[rows.numpy(), self.num_sampled]).to(scores.device)
-            tokens = _inverse_cdf(_truncate_distribution(probabilities, self._sampling), uniforms)
+            tokens = _inverse_cdf(self._truncation(None, logps.double()).exp(), uniforms)
         else:
             tokens = logps.argmax(-1)
         return tokens.cpu(), logps.gather(1, tokens[:, None])[:, 0].cpu(), entropies.cpu()
@@ -224,16 +223,14 @@ class _TokenSampler(LogitsProcessor):
             self._on_prompt_done(group, PromptCompletions(tokens, logps, stopped, sum(self._entropy[rows].tolist())))
 
 
-def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplingParams) -> torch.Tensor:
-    """Return the probabilities in float64, with 0 for the tokens that top_k and top_p exclude."""
-    truncated = probabilities.double()
-    if 0 < sampling.top_k < truncated.shape[1]:
-        truncated = truncated.masked_fill(truncated < truncated.topk(sampling.top_k).values[:, -1:], 0.0)
+def _truncation(sampling: RolloutSamplingParams) -> Callable[..., torch.Tensor]:
+    """Return a logits processor that excludes tokens according to `top_k` and `top_p`."""
+    warpers = LogitsProcessorList()
+    if sampling.top_k:
+        warpers.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        ordered, indices = truncated.sort(-1, descending=True)
-        before = (ordered.cumsum(-1) - ordered) / ordered.sum(-1, keepdim=True)
-        truncated = torch.zeros_like(truncated).scatter(1, indices, ordered.masked_fill(before >= sampling.top_p, 0.0))
-    return truncated
+        warpers.append(transformers.TopPLogitsWarper(sampling.top_p))
+    return warpers
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -42,12 +42,11 @@ def abort(message: str, code: int = 1) -> NoReturn:
     os._exit(code)
 
 
-def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: None) -> None:
+def install_excepthooks(reported_by: Callable[[str], int | None]) -> None:
     """Install exception hooks that end the job after an uncaught exception. Idempotent.
 
     The hooks apply to the threads of this package and, in a job of several ranks, to the main thread, because other
     ranks could wait forever for a thread that ended silently. The previous hook prints the exception before the abort.
-    Exceptions in other threads are only printed, as in plain Python.
 
     `reported_by` publishes the text of an exception in the main thread, and returns the lowest rank below this rank
     that has published the same text, or None. If it returns a rank, only that rank prints a traceback.

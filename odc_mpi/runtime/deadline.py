@@ -1,8 +1,7 @@
 """Deadlines for waits, and polling that yields the core.
 
 A blocking MPI call cannot be interrupted from its own thread, and MPI has no timeouts. Therefore, a daemon thread, the
-watchdog, checks the current waits of this rank, and ends the job with a message that names the operation if a wait
-exceeds its deadline. The watchdog can run during blocking calls because mpi4py releases the GIL in them.
+watchdog, checks the current waits of this rank. It runs during blocking calls because mpi4py releases the GIL in them.
 """
 
 import itertools
@@ -55,7 +54,7 @@ class Watchdog:
             del self._waits[token]
 
     def close(self) -> None:
-        """Stop the watchdog. Idempotent."""
+        """Stop the watchdog."""
         self._closed.set()
 
     def _poll(self) -> None:

@@ -1,9 +1,5 @@
 """`Job`: deadlines for all waits, the status of all ranks, and the abort of the job after an error.
 
-    start      start the watchdog thread and install exception hooks; create the status window (collective)
-    waits      set a deadline for each wait; if a wait exceeds it, end the job with a message that names the late ranks
-    finalize   abort the job if other ranks wait in a collective that this rank will not join; free the status window
-
 The status of a rank consists of its current activity and the number of collectives at which it has arrived. A process
 has one `Job`, which all of its `World` objects share.
 """
@@ -18,7 +14,7 @@ from mpi4py import MPI
 
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
-from odc_mpi.runtime.deadline import Watchdog
+from odc_mpi.runtime.deadline import Watchdog, wait_until
 from odc_mpi.runtime.lateness import (
     MAX_LISTED,
     PendingWait,
@@ -34,6 +30,8 @@ from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 
+#: Interval at which a rank that finalizes checks for ranks that wait for it in another collective, in seconds.
+STRANDED_POLL_S = 0.5
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
 #: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
@@ -50,8 +48,8 @@ SAME_ERROR_S = 0.5
 class Progress:
     """Tasks that this rank runs for other ranks, such as adding received gradients to its shards. Thread-safe.
 
-    Tasks run while this rank waits in `World.wait`, `wait_collective` or `collective`, while it fetches layers, and in
-    a progress thread (setting `comm.progress`), so ranks that wait for each other do not deadlock.
+    Tasks run while this rank waits, while it fetches layers, and in a progress thread (setting `comm.progress`), so
+    ranks that wait for each other do not deadlock.
     """
 
     def __init__(self) -> None:
@@ -72,8 +70,7 @@ class Progress:
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
         try:
-            results = [task() for task in self._tasks]
-            return any(results)
+            return sum(task() for task in self._tasks) > 0
         finally:
             self._busy.release()
 
@@ -89,7 +86,6 @@ class Job:
     Raises `UserError` if the launcher and the MPI library are incompatible.
 
     Attributes:
-        num_models: Number of open sharded models in this process.
         places: Host of each rank, and its island if there are islands, for error messages.
         status: Status window, or None before it is created and after it is freed, when messages name no late ranks.
     """
@@ -111,7 +107,7 @@ class Job:
         install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Create the status window. `hosts` contains the host name of each rank. Collective."""
+        """Create the status window. Collective."""
         self.rank, self.places = comm.Get_rank(), list(hosts)
         self.status = StatusWindow(comm)
 
@@ -149,17 +145,18 @@ class Job:
             yield
         self.set_status(f"after {what}")
 
-    @contextmanager
-    def finalizing(self) -> Iterator[Callable[[], None]]:
-        """Context manager for the last collective, in which all ranks prepare to close their worlds.
+    def synchronize_before_finalize(self, comm: MPI.Intracomm) -> None:
+        """Wait until all ranks are about to close their worlds. Collective.
 
-        Yields a one-sided function, to be called periodically in the block, that aborts the job if another rank waits
-        in a collective that this rank will not join.
+        Aborts the job if another rank waits in a collective that this rank will not join.
         """
-        assert self.status is not None
-        self.status.page.finalizing = True
+        status = self.status
+        assert status is not None
+        status.page.finalizing = True
         with self.in_collective("leaving"):
-            yield self._check_stranded
+            request = comm.Ibarrier()
+            while not wait_until(request.Test, self.progress.run_tasks, patience_s=STRANDED_POLL_S):
+                self._check_stranded(status)
 
     def free_status_window(self) -> None:
         """Free the status window. Collective."""
@@ -167,9 +164,7 @@ class Job:
         assert status is not None
         status.free()
 
-    def _check_stranded(self) -> None:
-        status = self.status
-        assert status is not None
+    def _check_stranded(self, status: StatusWindow) -> None:
         # The next lower rank would be enough: it waits in a collective, finalizes, or is late and will do either.
         peers = status.read(status.nearby)
         waiting = stranded_ranks(status.page.num_collectives, peers)
@@ -224,7 +219,7 @@ class Job:
         return extension_s
 
     def _reported_by(self, error: str) -> int | None:
-        """Publish an error, and return the lowest rank below this rank that has the same error, or None. One-sided."""
+        """Publish an error, and return the lowest rank below this rank that has the same error, or None."""
         status = self.status
         if status is None:
             return None
@@ -240,7 +235,7 @@ class Job:
             status.page.heartbeat()
 
     def _defer_to_lower_rank(self, status: StatusWindow) -> None:
-        """Sleep if a lower rank is about to abort the job, so that only that rank prints a message. One-sided."""
+        """Sleep if a lower rank is about to abort the job, so that only that rank prints a message."""
         peers = status.read(self._lower_ranks(status))
         if any(peer and peer.aborting for peer in peers.values()):
             time.sleep(ABORT_DELAY_S)

@@ -1,4 +1,4 @@
-"""Pure functions that identify late ranks from the status of all ranks, and format messages about them.
+"""Identification of late ranks from the status of all ranks, and messages about them. Does not communicate.
 
 All ranks call the same collectives in the same order, so collectives can be numbered: a rank in a collective waits for
 the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that own the shards.
@@ -37,8 +37,7 @@ class Status:
     """Status that a rank last published.
 
     Attributes:
-        what: Activity of the rank, for error messages ("was last seen ..., <what>").
-        microbatch: Number of the microbatch within the minibatch, starting at 1, or 0 outside microbatches.
+        what: Activity of the rank (see `World.set_status`, also for `microbatch`).
         num_collectives: Number of collectives among all ranks at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
@@ -84,16 +83,12 @@ def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], no
 
 
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait forever in a collective if this rank closed its world.
-
-    `collective` is the number of the collective in which this rank closes its world. Ranks that are also closing their
-    worlds are not included.
-    """
+    """Return the ranks that would wait forever in a collective if this rank closed its world in number `collective`."""
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Format a message about the late ranks and their last activities. `hosts` contains the host name of each rank."""
+    """Format a message about the late ranks and their last activities."""
     late = late_ranks(wait, peers)
     silent = [rank for rank, status in peers.items() if status is None and wait.collective]
     lead = "it waits for " if not wait.collective else "late is " if len(late) == 1 else "late are "
@@ -110,7 +105,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
-    """Describe a rank, its host and its last activity. `status` is None if the rank did not answer."""
+    """Describe a rank, its host and its last activity."""
     who = f"rank {rank} on {host}"
     if status is None:
         return f"{who}, which did not answer"
@@ -125,10 +120,9 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 def mark_missing_heartbeats(
     first: Mapping[int, Status | None], second: Mapping[int, Status | None]
 ) -> dict[int, Status | None]:
-    """Return the first of two readings of the status, with `heartbeat_missing` set.
+    """Return the first of two readings of the status, with `heartbeat_missing` set if `heartbeat_number` is the same.
 
-    The flag is True for ranks with the same `heartbeat_number` in both readings, except for ranks that have announced
-    an abort. If a rank answered only in the second reading, its status is taken from that reading.
+    If a rank answered only in the second reading, its status is taken from that reading.
     """
     result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():
@@ -140,7 +134,7 @@ def mark_missing_heartbeats(
 
 
 def _suspicion_key(status: Status | None) -> tuple[int, float]:
-    """Return a sort key: ranks that did not answer first, then those without a heartbeat, then the oldest status."""
+    """Return a sort key: first ranks that did not answer, then those without a heartbeat, then by age of the status."""
     if status is None:
         return 0, 0.0
     return 1 if status.heartbeat_missing else 2, status.published_at

@@ -23,20 +23,19 @@ def available_bytes() -> int:
 
     Limits that cannot be read are ignored. On operating systems other than Linux, the result is `sys.maxsize`.
     """
-    return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
+    return max(0, min([_proc_bytes("meminfo", "MemAvailable", sys.maxsize), *_cgroup_available_bytes()]))
 
 
 def peak_resident_bytes() -> int:
     """Return the peak resident memory of this process in bytes, including shared memory that it has accessed."""
-    lines = _read(Path("/proc/self/status")).splitlines()
     # Linux counts the memory of the program that started this one in `ru_maxrss`.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), peak)
+    return _proc_bytes("self/status", "VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
 
-def _host_available_bytes() -> int:
-    lines = _read(Path("/proc/meminfo")).splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), sys.maxsize)
+def _proc_bytes(name: str, entry: str, default: int) -> int:
+    """Return an entry of a file in /proc in bytes, or `default` if there is none."""
+    lines = _read(Path("/proc", name)).splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{entry}:")), default)
 
 
 def _cgroup_available_bytes() -> Iterator[int]:
@@ -52,7 +51,7 @@ def _cgroup_available_bytes() -> Iterator[int]:
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
     """Yield the number of bytes available in a control group and in each of its parent groups.
 
-    `names` contains the names of the limit file, the usage file, and memory.stat's entry for the inactive page cache.
+    `names` are those of the limit file, the usage file, and memory.stat's entry for the inactive page cache.
     """
     group = root / path.strip("/")
     for folder in (group, *group.parents):
@@ -81,9 +80,9 @@ def free_shm_bytes() -> int | None:
 
 
 def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
-    """Raise `UserError` if this node has too little memory, or space in /dev/shm, for the windows of its ranks.
+    """Raise `UserError` if this node has too little memory, or space in /dev/shm, for `num_bytes` bytes of windows.
 
-    All `local_size` ranks together need `num_bytes` bytes for the windows that `what` describes.
+    The windows, which `what` describes, are those of all `local_size` ranks.
     """
     room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"
     available = available_bytes()

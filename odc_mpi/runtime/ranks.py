@@ -1,20 +1,30 @@
-"""Running a command on all ranks: MPI startup, error handling, and exit codes."""
+"""Running a command on all ranks: MPI startup, time limits, error handling, and exit codes. Does not import MPI itself.
+
+The watchdog cannot check MPI_Init, which holds the GIL, and MPI_Finalize, which runs after the interpreter has ended.
+If either hangs, for example because another rank is stopped, the kernel ends this process with SIGALRM, and the
+launcher then ends all ranks.
+"""
 
 import gc
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError, one_line_message
-from odc_mpi.runtime.start.limits import start_limit
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
+#: Default of ODC_MPI_START_TIMEOUT_S, the time limit for MPI_Init in seconds. Thousands of ranks may take minutes.
+START_S = 300.0
+#: Minimum time limit for MPI_Finalize, in seconds. With more processes than cores, MPI_Finalize takes seconds.
+END_S = 10.0
 #: EX_TEMPFAIL from sysexits.h. A scheduler can be configured to requeue jobs that end with this exit code.
 _STOPPED = 75
 
@@ -56,6 +66,33 @@ def mpi_startup() -> Iterator[None]:
                 f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', "
                 "or load the library of your cluster"
             ) from error
+
+
+@contextmanager
+def start_limit() -> Iterator[None]:
+    """Context manager that ends this process if its block, which starts MPI, takes too long. Main thread only."""
+    try:
+        seconds = float(os.environ.get("ODC_MPI_START_TIMEOUT_S", START_S))
+    except ValueError:
+        seconds = START_S
+    before = _arm(seconds if seconds > 0 else START_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def limit_finalize(seconds: float) -> None:
+    """In the main thread, set a timer that ends this process after the larger of `seconds` and `END_S`."""
+    if threading.current_thread() is threading.main_thread():
+        _arm(max(seconds, END_S))
+
+
+def exit_as_interrupted() -> None:
+    """End this process with SIGINT, like an uncaught `KeyboardInterrupt`. The launcher then ends the other ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
@@ -106,3 +143,10 @@ def _report_stopped(stopped: StoppedError, rank: int) -> int:
 def print_error(error: object) -> None:
     """Print an error to standard error."""
     print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)
+
+
+def _arm(seconds: float) -> signal.Handlers:
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # `setitimer` rejects very large values; a year is as good as no limit.
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, 3e7))
+    return before  # type: ignore[return-value]

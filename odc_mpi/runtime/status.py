@@ -1,10 +1,9 @@
 """Status of all ranks in a window, which ranks read after a missed deadline or an error, and when they finalize.
 
-Each rank has a page of 512 bytes in the window, which it writes with plain stores and other ranks read with MPI_Rget.
-In a large job, most ranks read only some of the pages (`nearby_ranks`). Within a node, a rank's page can be read even
-if the rank computes or is stopped. Over a network without one-sided hardware, a page can be read only while its rank is
-in an MPI call. Therefore, a background thread of each rank calls MPI periodically; a stopped rank does not answer over
-such a network.
+Each rank has a page in the window, which it writes with plain stores and other ranks read with MPI_Rget. In a large
+job, most ranks read only some of the pages (`nearby_ranks`). Within a node, a rank's page can be read even if the rank
+computes or is stopped. Over a network without one-sided hardware, a page can be read only while its rank is in an MPI
+call. Therefore, a background thread of each rank calls MPI periodically; a stopped rank does not answer.
 
 Note: torn pages
     A page has two slots (halves), each with a number and a checksum, which are written alternately. A reader uses the
@@ -19,7 +18,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
@@ -63,42 +61,35 @@ class StatusPage:
 
     def write(self, what: str, microbatch: int = 0) -> None:
         """Publish this rank's activity (see `World.set_status`)."""
-        with self._lock:
-            self._last = what, microbatch, time.time()
-            self._store()
+        self._last = what, microbatch, time.time()
+        self.heartbeat()
 
     def enter_collective(self, what: str) -> int:
         """Publish that this rank has arrived at a collective, and return the collective's number, starting at 1."""
-        with self._lock:
-            self.num_collectives += 1
-            self._last = what, 0, time.time()
-            self._store()
-            return self.num_collectives
+        self.num_collectives += 1
+        self.write(what)
+        return self.num_collectives
 
     def announce_abort(self, aborting: bool = True) -> None:
         """Publish that this rank is about to abort the job or, with False, that it no longer is. Keeps the activity."""
-        with self._lock:
-            self.aborting = aborting
-            self._store()
+        self.aborting = aborting
+        self.heartbeat()
 
     def heartbeat(self) -> None:
         """Publish the status again with a new `heartbeat_number`."""
         with self._lock:
-            self._store()
+            self._number += 1
+            what, microbatch, published_at = self._last
+            text = what.encode()[:MAX_TEXT_BYTES]
+            flags = _FINALIZING * self.finalizing + _ABORTING * self.aborting
+            record = _HEAD.pack(self._number, published_at, self.num_collectives, microbatch, flags, len(text)) + text
+            start = self._number % 2 * SLOT_BYTES
+            self._memory[start : start + _CHECKSUM.size + len(record)] = _CHECKSUM.pack(zlib.crc32(record)) + record
 
     def detach(self) -> None:
         """Detach the page from the window memory. Later writes are not visible to other ranks."""
         with self._lock:
             self._memory = memoryview(bytearray(PAGE_BYTES))
-
-    def _store(self) -> None:
-        self._number += 1
-        what, microbatch, published_at = self._last
-        text = what.encode()[:MAX_TEXT_BYTES]
-        flags = _FINALIZING * self.finalizing + _ABORTING * self.aborting
-        record = _HEAD.pack(self._number, published_at, self.num_collectives, microbatch, flags, len(text)) + text
-        start = self._number % 2 * SLOT_BYTES
-        self._memory[start : start + _CHECKSUM.size + len(record)] = _CHECKSUM.pack(zlib.crc32(record)) + record
 
 
 def read_page(page: bytes) -> Status | None:
@@ -200,7 +191,8 @@ class StatusWindow:
         self._win.Sync()
         self._reader = PageReader(self._start_reading)
         # Read in a separate thread: an MPI call for a dead host may not return.
-        self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
+        self._readings: queue.SimpleQueue[tuple[dict[int, Status | None], float, threading.Event] | None]
+        self._readings = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="odc_mpi-status", daemon=True)
         # Otherwise only the thread that waits could call MPI at that moment, and no page can be read.
         if has_thread_multiple():
@@ -218,11 +210,11 @@ class StatusWindow:
         """
         status: dict[int, Status | None] = dict.fromkeys(ranks)
         limit_s = READ_GRACE_S * -(-len(status) // MAX_REQUESTS)
-        reading = _Reading(status, time.monotonic() + limit_s)
+        is_done = threading.Event()
         if self._thread.is_alive():
-            self._readings.put(reading)
-            reading.is_done.wait(limit_s + 0.5)
-        return dict(reading.status)
+            self._readings.put((status, time.monotonic() + limit_s, is_done))
+            is_done.wait(limit_s + 0.5)
+        return dict(status)
 
     def free(self) -> None:
         """Free the window and detach `page`. Collective. Idempotent."""
@@ -248,8 +240,9 @@ class StatusWindow:
             if reading is None:
                 return
             self.prepare()
-            self._reader.read(reading.status, reading.deadline)
-            reading.is_done.set()
+            status, deadline, is_done = reading
+            self._reader.read(status, deadline)
+            is_done.set()
 
     def _poll(self) -> None:
         """Make MPI progress. Without one-sided hardware, ranks on other hosts can read the page only then."""
@@ -260,12 +253,3 @@ class StatusWindow:
     def _start_reading(self, page: np.ndarray, rank: int) -> MPI.Request:
         assert self._win is not None
         return self._win.Rget([page, MPI.BYTE], rank, (0, PAGE_BYTES, MPI.BYTE))
-
-
-@dataclass
-class _Reading:
-    """Request for the background thread to read the status of the ranks that are keys of `status`."""
-
-    status: dict[int, Status | None]
-    deadline: float  # of the monotonic clock
-    is_done: threading.Event = field(default_factory=threading.Event)

@@ -9,14 +9,14 @@ from typing import TextIO
 class Output(io.FileIO):
     """Raw file for the descriptor of a standard stream. It discards all output after the first failed write.
 
-    As a result, a full disk does not end a training run, but a closed pipe still raises `BrokenPipeError`. `error` is
-    the error of the first failed write, or None. A `BrokenPipeError` is not stored.
+    As a result, a full disk does not end a training run. A closed pipe still raises `BrokenPipeError`. `error` is any
+    other error of the first failed write.
     """
 
     error: OSError | None = None
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Write bytes, or discard them after an error. Return the number of bytes written or discarded."""
+        """Write or discard bytes, and return their number."""
         if self.error is None:
             try:
                 return super().write(content)

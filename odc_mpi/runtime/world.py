@@ -1,7 +1,7 @@
 """`World`: the ranks of a job, or a subset of them, with their communicators and topology.
 
-A world provides the collectives that are used outside training steps, such as `run_on_all` and `broadcast` at startup,
-and `gather_objects` at the end. Every wait has a deadline, which `runtime.job` checks for all worlds of a process.
+A world provides the collectives that are used outside training steps. Every wait has a deadline, which `runtime.job`
+checks for all worlds of a process.
 """
 
 import atexit
@@ -23,20 +23,17 @@ from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.memory import check_window_memory, startup_shm_names, unlink, unlink_startup_shm
-from odc_mpi.runtime.start.limits import limit_finalize
+from odc_mpi.runtime.ranks import limit_finalize
 
 if TYPE_CHECKING:
     import torch
 
-# At import, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the
-# files of a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
+# At import, since not every process creates a world. Open MPI does not unlink the files of a process without a
+# launcher, not even in MPI_Finalize. For several ranks, see `unlink_startup_shm`.
 if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
     unlink(startup_shm_names())
 
 T = TypeVar("T")
-
-#: Interval in seconds at which `World.close` checks for ranks that wait for this rank in another collective.
-STRANDED_POLL_S = 0.5
 
 
 class World(AbstractContextManager["World"]):
@@ -44,23 +41,21 @@ class World(AbstractContextManager["World"]):
 
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
-    An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job
-    after the traceback has been printed. Exceptions in other threads are only printed.
+    An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job.
+    Exceptions in other threads are only printed.
 
     Args:
-        comm: Communicator to duplicate. By default, MPI_COMM_WORLD, which contains all ranks of the job.
+        comm: Communicator to duplicate, by default MPI_COMM_WORLD.
         timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job. The limit
             is up to ten times higher while the late ranks publish new activities. Ignored if `job` is given.
         limit: Name of the setting that defines `timeout_s`, for error messages.
-        job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new `Job` is
-            created, which ends when this world closes.
+        job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new one, which
+            ends when this world closes.
 
     Raises:
         UserError: `timeout_s` is less than 1, or the launcher and the MPI library are incompatible.
 
     Attributes:
-        rank: Rank of this process in this world.
-        size: Number of ranks in this world.
         local_rank: Index of this process on its node.
         local_size: Number of ranks on this node.
         host_rank: Index of this process on its host. It differs from `local_rank` only if MPI is configured to treat
@@ -70,8 +65,7 @@ class World(AbstractContextManager["World"]):
         hosts: Host name of each rank.
         layout: Host name of each node, and the number of ranks on it.
         node_ranks: Ranks on this node, in the order of `local_rank`.
-        comm: Communicator of this world, a duplicate of the argument `comm`.
-        node_comm: Communicator of the ranks on this node.
+        comm: Duplicate of the argument `comm`.
         job: Deadlines, status and progress tasks of this process, shared by all of its worlds.
         progress: Tasks that this rank runs for other ranks while it waits.
         mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
@@ -109,11 +103,8 @@ class World(AbstractContextManager["World"]):
     def split(self, by: str | int) -> "World":
         """Return a new world that contains some of these ranks. Collective unless `by` is "self".
 
-        The new world has the same timeout as this world, and closes when this world does.
-
-        Args:
-            by: Ranks of the new world: "node" for those on this node, "self" for this rank only, or a number for those
-                that pass the same number.
+        `by` selects the ranks of the new world: "node" for those on this node, "self" for this rank only, or a number
+        for those that pass the same number. The new world closes when this world does.
         """
         if isinstance(by, int):
             comm = MPI.Intracomm(self.comm.Split(by))
@@ -143,11 +134,8 @@ class World(AbstractContextManager["World"]):
     def set_status(self, what: str, microbatch: int = 0) -> None:
         """Publish this rank's activity, for the error message of a rank that times out while waiting for this rank.
 
-        Takes a few microseconds and does not communicate. Thread-safe.
-
-        Args:
-            what: Description of the activity, such as "forward of unit layers.3".
-            microbatch: Number of the microbatch within the minibatch, starting at 1, or 0 outside microbatches.
+        Takes a few microseconds and does not communicate. Thread-safe. `what` describes the activity, such as "forward
+        of unit layers.3". `microbatch` is its number within the minibatch, starting at 1, or 0 outside microbatches.
         """
         self.job.set_status(what, microbatch)
 
@@ -181,8 +169,7 @@ class World(AbstractContextManager["World"]):
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Return a context manager that ends the job with an error message if its block takes longer than `timeout_s`.
 
-        Does not communicate. `owners` are the ranks whose memory the operation accesses, so only they can delay it. By
-        default, any rank can.
+        `owners` are the ranks whose memory the operation accesses, so only they can delay it. By default, any rank can.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -193,8 +180,8 @@ class World(AbstractContextManager["World"]):
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
         All ranks must enter the same operations in the same order. Ranks that have entered fewer of them are reported
-        as late. On entry, the ranks synchronize by polling; otherwise, a rank could spin in the operation on a core
-        that a late rank needs.
+        as late. On entry, the ranks synchronize by polling, because they would spin in the operation on cores that late
+        ranks need.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
@@ -203,8 +190,8 @@ class World(AbstractContextManager["World"]):
     def wait(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking operation until the deadline, while running the `progress` tasks.
 
-        Unlike a blocking MPI call, this method does not spin, because spinning would delay ranks that compute if there
-        are more ranks than cores. For a collective operation, use `wait_collective` instead.
+        Unlike a blocking MPI call, this method does not spin, which would delay computing ranks if there are more ranks
+        than cores. For a collective operation, use `wait_collective` instead.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)
@@ -235,10 +222,9 @@ class World(AbstractContextManager["World"]):
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
+        """Raise `AllRanksUserError` on all ranks if `value`, which `what` names, differs between ranks. Collective.
 
-        The message contains `what`, the name of the value, and the first line that differs. Only digests are
-        communicated unless the values differ.
+        The message contains the first line that differs. Only digests are communicated unless the values differ.
         """
         digests = self.gather_objects(hashlib.sha256(value.encode(errors="backslashreplace")).digest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -254,10 +240,7 @@ class World(AbstractContextManager["World"]):
         )
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores per rank on this host, rounded down, but at least 1. Collective.
-
-        Only cores on which ranks of this world are allowed to run are counted.
-        """
+        """Return the number of cores on which ranks of this host may run, per rank, but at least 1. Collective."""
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
         cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == this_host))
@@ -285,7 +268,7 @@ class World(AbstractContextManager["World"]):
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if any node has too little memory for its ranks' windows. Collective.
 
-        The windows of this rank have `num_bytes` bytes in total. `what` describes them, such as "the work queue".
+        The windows of this rank, which `what` describes, have `num_bytes` bytes in total.
         """
         total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):
@@ -309,7 +292,7 @@ class World(AbstractContextManager["World"]):
             return
         self._closed = True
         if self._members is None:
-            self._synchronize_before_finalize()
+            self.job.synchronize_before_finalize(self.comm)
         with self.deadline("closing the world"):
             while self._resources:
                 self._resources.popitem()[0]()
@@ -322,11 +305,8 @@ class World(AbstractContextManager["World"]):
             self.close()
 
     def _finalize(self, pid: int) -> None:
-        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs later.
-
-        Does nothing in a child forked from process `pid`.
-        """
-        if os.getpid() == pid:
+        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs later."""
+        if os.getpid() == pid:  # not in a forked child
             try:
                 self.close()
             finally:
@@ -352,9 +332,3 @@ class World(AbstractContextManager["World"]):
         self.num_nodes = len(leaders)
         ranks = Counter(leader for leader, _ in everyone)
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
-
-    def _synchronize_before_finalize(self) -> None:
-        with self.job.finalizing() as check_stranded:
-            request = self.comm.Ibarrier()
-            while not wait_until(request.Test, self.progress.run_tasks, patience_s=STRANDED_POLL_S):
-                check_stranded()

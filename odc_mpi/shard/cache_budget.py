@@ -20,9 +20,6 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.shard.units.unit import Unit
 
-#: Fraction of a rank's free memory that automatic budgets leave for activations.
-ACTIVATION_SHARE = 0.5
-
 
 class CacheBudget:
     """Set of cache keys, limited by a budget in bytes. Lowering `budget_bytes` does not evict admitted keys."""
@@ -128,7 +125,7 @@ def auto_cache_bytes(
         parameters: Size of the parameter cache in bytes, or "auto".
         gradients: Size of the gradient cache in bytes, or "auto".
     """
-    share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
+    share = max(0, free_bytes) // 2 // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients
     first = min(needs.parameters, max(0, share - reserved)) if isinstance(parameters, str) else parameters
     second = min(needs.gradients, max(0, share - first)) if isinstance(gradients, str) else gradients

@@ -23,7 +23,9 @@ from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.cache_budget import CacheBudget
-from odc_mpi.shard.gradient_format import FloatGradients, GradientFormat
+from odc_mpi.shard.gradient_format.base import GradientFormat
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.gradient_format.floating_point import FloatGradients
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
@@ -54,27 +56,25 @@ class GradientPusher:
             not thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
+        gradient_format: Number format of the gradients, fixed-point if the store has an integer dtype.
         cache: Memory budget for local sums. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward pass is the last one in this minibatch. Set by the model.
         parameters_with_gradient: Names of the parameters that have received a gradient since `start`.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        prefetch: int = 0,
-        spans: SpanRecorder | None = None,
-        traffic: TrafficCounter | None = None,
-        gradient_format: GradientFormat | None = None,
-    ) -> None:
+    def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter) -> None:
         self.cache = CacheBudget()
         self._store, self._exchange = transport.gradients, transport.exchange
-        # Arrays that this rank has finished (`Exchange.finish`), and the handles for these calls.
+        # Arrays that this rank has finished (`IslandExchange.finish`), and the handles for these calls.
         self._finished: set[int] = set()
         self._finishing: list[Work] = []
-        self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
-        self._spans = spans or SpanRecorder()
-        self._traffic = traffic or TrafficCounter(transport)
+        layouts, dtype = transport.parameters.layouts, self._store.dtype
+        self.gradient_format: GradientFormat = (
+            FloatGradients(dtype)
+            if dtype.is_floating_point
+            else FixedPointGradients({i: layout.numel for i, layout in enumerate(layouts) if layout.trainable})
+        )
+        self._spans, self._traffic = spans, traffic
         prefetch = prefetch if transport.thread_safe else 0
         self._thread = CommunicationThread("odc_mpi-push") if prefetch else None
         self._max_in_flight = num_push_buffers(prefetch) - 1

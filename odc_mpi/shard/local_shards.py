@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout, Slice
 from odc_mpi.comm.transport import Group, Transport
-from odc_mpi.shard.gradient_format import GradientFormat
+from odc_mpi.shard.gradient_format.base import GradientFormat
 from odc_mpi.shard.partition import UnitParameters
 
 
@@ -77,11 +77,12 @@ class LocalShards:
             else self._window(i)
             for i, layout in enumerate(layouts)
         ]
+        rank = transport.group.rank
+        self._slices = [(i, slice_) for i, layout in enumerate(layouts) for slice_ in layout.slices(rank)]
         self.trainable = [
             LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_)), i)
-            for i, layout in enumerate(layouts)
-            if layout.trainable
-            for slice_ in layout.slices(transport.group.rank)
+            for i, slice_ in self._slices
+            if layouts[i].trainable
         ]
 
     @torch.no_grad()
@@ -92,11 +93,7 @@ class LocalShards:
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values."""
-        return [
-            (slice_, _view(self._masters[i], slice_))
-            for i, layout in enumerate(self._layouts)
-            for slice_ in layout.slices(self._transport.group.rank)
-        ]
+        return [(slice_, _view(self._masters[i], slice_)) for i, slice_ in self._slices]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
         """Set the `.grad` of trainable slices to the sums of the pushed gradients. All pushes must be complete.

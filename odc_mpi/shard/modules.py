@@ -54,14 +54,8 @@ def check_not_sharded(module: nn.Module) -> None:
             raise ValueError(f"{what} was sharded before and no longer has its parameters: build a new module")
 
 
-def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a NaN-filled parameter with the shape of `parameter`, which takes the memory of a single element."""
-    nan = torch.full((), float("nan"), dtype=dtype, device=device)
-    return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
-
-
 class Placeholders:
-    """Placeholders for sharded parameters, with checks that they are neither optimized nor saved.
+    """NaN-filled placeholders for sharded parameters, with checks that they are neither optimized nor saved.
 
     Args:
         tensors: Placeholders by dotted name.
@@ -147,14 +141,14 @@ def install_on_demand_parameters(
     for submodule, keys in names.items():
         for key, name in keys.items():
             if name not in placeholders:
-                originals[name] = cast(nn.Parameter, submodule._parameters[key])
+                original = originals[name] = cast(nn.Parameter, submodule._parameters[key])
                 unit = unit_of[name]
                 dtype = transport.parameters.dtype_of(unit.indices[unit.ranges[name][0]])
-                placeholders[name] = placeholder(originals[name], dtype, transport.device)
+                # Expanded, so that it takes the memory of a single element.
+                nan = torch.full((), torch.nan, dtype=dtype, device=transport.device).expand(original.shape)
+                placeholders[name] = nn.Parameter(nan, requires_grad=original.requires_grad)
         items = {key: placeholders[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
-        if isinstance(submodule, nn.RNNBase):
-            _refresh_flat_weights(submodule)
     return Placeholders(placeholders, originals, names)
 
 
@@ -166,7 +160,7 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
     without the microseconds of Python that on-demand parameter lookups cost, which matters in decoding.
 
     All units together must fit into the cache, or be views that stay valid. In the enclosed code, units must not be
-    resharded, and forward passes are not tracked (`UnitForwards.is_suspended`). Nested calls have no effect.
+    resharded, and forward passes are not tracked. Nested calls have no effect.
     """
     if unsharded.reshard_forbidden:
         yield
@@ -176,7 +170,9 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
         for unit in units:
             unsharded.unshard(unit)
             full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
-    with ExitStack() as restored, unsharded.no_reshard():
+    with ExitStack() as restored:
+        restored.callback(setattr, unsharded, "reshard_forbidden", False)
+        unsharded.reshard_forbidden = True
         for module, keys in names.items():
             on_demand = module._parameters
             restored.callback(module.__dict__.__setitem__, "_parameters", on_demand)
@@ -219,7 +215,7 @@ def wrap_forward(
 
     @functools.wraps(forward)
     def outermost(*args: Any, **kwargs: Any) -> Any:
-        if forwards.is_suspended:
+        if forwards.unsharded.reshard_forbidden:
             return forward(*args, **kwargs)
         with saved.active():
             if checkpointing and not unit.is_root and torch.is_grad_enabled():
@@ -229,19 +225,3 @@ def wrap_forward(
             return tracked(count(), *args, **kwargs)
 
     module.forward = outermost
-
-
-def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Make an RNN look up its weights in each forward pass instead of keeping them in `_flat_weights`."""
-    forward = module.forward
-    module._flat_weights = []
-
-    @functools.wraps(forward)
-    def looked_up(*args: Any, **kwargs: Any) -> Any:
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            module._flat_weights = []
-
-    module.forward = looked_up

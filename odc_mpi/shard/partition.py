@@ -64,7 +64,11 @@ def partition(
     names: dict[str, str] = {}
     unit_of: dict[nn.Parameter, str] = {}
     first_names: dict[nn.Parameter, str] = {}
-    for unit_name, prefix, submodule in _walk(module, {unit: name for name, unit in chosen.items()}):
+    unit_names = {unit: name for name, unit in chosen.items()}
+    innermost: dict[str, str] = {}
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        parent = innermost.get(prefix.rpartition(".")[0], "")
+        unit_name = innermost[prefix] = unit_names.get(submodule, parent)
         for key, parameter in submodule._parameters.items():
             if parameter is None or not parameter.is_floating_point():
                 continue
@@ -158,17 +162,6 @@ def _matches(module: nn.Module, choice: UnitChoice) -> bool:
     if isinstance(choice, str):
         return type(module).__name__ == choice
     return isinstance(module, choice)
-
-
-def _walk(
-    module: nn.Module, unit_names: dict[nn.Module, str], name: str = "", unit: str = ""
-) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the innermost unit ("" for the root), the name and the module for each name of every submodule."""
-    unit = unit_names.get(module, unit)
-    yield unit, name, module
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, unit_names, f"{name}.{key}" if name else key, unit)
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
-"""Phases of a training step, and the time that the computing thread spends on communication and other activities.
+"""Phases of a training step, and the time, memory and collectives that a rank uses. This module does not communicate.
 
-The time is recorded in spans of the computing thread. Communication spans do not overlap each other:
+The time of the computing thread is recorded in spans. Communication spans do not overlap each other:
 
     fetch                  waiting for parameters
     accumulate             starting pushes, and waiting for pushes
@@ -18,11 +18,15 @@ Sharding spans count only toward the total times:
     windows, weights       allocating the windows, and loading the parameters
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from time import perf_counter
 from typing import NamedTuple
+
+from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.transport import Transport
 
 #: Synchronization points of a step, in order: A, N and B in docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
@@ -52,7 +56,7 @@ class SpanRecorder:
         self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Add a span that began at `began` and ends now. This takes only a fraction of a microsecond."""
+        """Add a span that began at `began` and ends now."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._is_recording:
@@ -77,6 +81,60 @@ class SpanRecorder:
         return recorded
 
 
+class Usage:
+    """Time, memory and collectives that this rank has used since the model was constructed."""
+
+    def __init__(self, transport: Transport, spans: SpanRecorder, push_buffers: BufferPool) -> None:
+        self._transport, self._spans, self._push_buffers = transport, spans, push_buffers
+
+    @property
+    def fetch_wait_s(self) -> float:
+        """Total time that the computing thread has waited for parameters, in seconds."""
+        return self._spans.seconds["fetch"]
+
+    @property
+    def accumulate_wait_s(self) -> float:
+        """Total time that the computing thread has spent starting pushes and waiting for them, in seconds."""
+        return self._spans.seconds["accumulate"]
+
+    @property
+    def boundary_wait_s(self) -> float:
+        """Total time that this rank has waited at synchronization points, in seconds."""
+        return sum(self._spans.seconds[point] for point in SYNC_POINTS)
+
+    @property
+    def island_wait_s(self) -> float:
+        """The part of `boundary_wait_s` spent waiting in `comm.islands`, in seconds; 0 without islands."""
+        return self._transport.exchange.wait_s if self._transport.exchange else 0.0
+
+    @property
+    def peak_parameter_bytes(self) -> int:
+        """Peak memory that this rank has used for parameter shards and fetched units, in bytes."""
+        parameters = self._transport.parameters
+        return parameters.shard_bytes + self.node_cache_bytes + parameters.buffers.peak_bytes
+
+    @property
+    def node_cache_bytes(self) -> int:
+        """Size in bytes of this rank's share of the memory in which its node caches fetched units."""
+        return self._transport.node_cache.rank_bytes if self._transport.node_cache else 0
+
+    @property
+    def peak_gradient_bytes(self) -> int:
+        """Peak memory that this rank has used for gradient shards, local sums and pushes in flight, in bytes."""
+        return self._transport.gradient_shard_bytes + self._push_buffers.peak_bytes
+
+    @property
+    def num_collectives(self) -> int:
+        """Number of collectives so far: synchronization points, plus fetches and pushes if they are collective."""
+        return self._transport.group.num_collectives
+
+    @property
+    def bytes_between_islands(self) -> int:
+        """Bytes of gradients pushed to, and of parameters received from, other islands per minibatch; 0 without any."""
+        exchange = self._transport.exchange
+        return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
+
+
 class StepPhase(Enum):
     """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED, and CLOSED at the end."""
 
@@ -84,20 +142,3 @@ class StepPhase(Enum):
     MINIBATCH = "inside a minibatch"
     COMPLETE = "gradients complete"
     CLOSED = "closed"
-
-
-class StepPhases:
-    """State machine for training steps, which rejects calls in the wrong phase."""
-
-    def __init__(self) -> None:
-        self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
-
-    def require(self, expected: StepPhase, call: str) -> None:
-        """Raise RuntimeError if the current phase is not `expected`. `call` names the rejected call in the message."""
-        if self.phase is not expected:
-            raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
-
-    def advance(self, expected: StepPhase, following: StepPhase, call: str) -> None:
-        """Enter the phase `following`. Raises RuntimeError if the current phase is not `expected`."""
-        self.require(expected, call)
-        self.phase = following

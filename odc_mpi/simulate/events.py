@@ -19,12 +19,7 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class SimulatedTiming:
-    """Simulated times of one minibatch, in seconds.
-
-    Attributes:
-        end_s: Time at which the slowest rank finishes the minibatch, including dummy microbatches.
-        timeline: Busy intervals of each rank, excluding dummy microbatches.
-    """
+    """End of the slowest rank's minibatch, in seconds, and busy intervals of each rank, without dummy microbatches."""
 
     end_s: float
     timeline: list[Intervals]
@@ -34,8 +29,8 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
     """Simulate ranks that synchronize at every unit of every microbatch.
 
     The same rank is the slowest at all units of a microbatch, so it suffices to synchronize once per microbatch.
-    `durations[rank]` contains the durations of the rank's microbatches. If a duration is 0, or if other ranks have
-    more microbatches, the rank runs a dummy microbatch instead, which takes `dummy_s[rank]`.
+    `durations[rank]` contains the durations of the rank's microbatches. Where a duration is 0 or missing, the rank runs
+    a dummy microbatch, which takes `dummy_s[rank]`.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -86,8 +81,7 @@ def simulate_dynamic(
     """Simulate ranks that claim the next microbatch when they become idle.
 
     Rank `r` can claim microbatches from time `available_at[r]` on. Microbatch `k` takes `duration(r, k)` on rank `r`
-    and begins at `ready[k]` at the earliest. The rank that has been idle the longest claims first. If several ranks
-    became idle at the same time, the lowest of them claims first.
+    and begins at `ready[k]` at the earliest. The rank that has been idle the longest, or the lowest, claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

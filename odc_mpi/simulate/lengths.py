@@ -1,7 +1,7 @@
 """Distributions of sequence lengths, for well-known data sets and for prepared data sets.
 
-The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign, the range is also known.
-Lengths are assumed to be log-normally distributed up to a maximum. `KNOWN_DISTRIBUTIONS` explains the values of sigma.
+The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. Lengths are assumed to be log-normally
+distributed up to a maximum.
 """
 
 from dataclasses import dataclass

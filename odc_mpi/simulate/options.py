@@ -17,7 +17,7 @@ LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. If `is_size`, values are in bytes and may have suffixes (512M)."""
+    """Inclusive bounds and help text of an option. If `is_size`, it is in bytes and may have a suffix (512M)."""
 
     minimum: float
     maximum: float
@@ -34,19 +34,15 @@ class ScenarioOptions:
     """Options of a simulated run. Raises a `UserError` that names the option if a value is out of bounds.
 
     Attributes:
-        lengths: Name of a distribution of sequence lengths, or path of a data set (see `lengths_by_name`).
-        speed_variation: Standard deviation of a rank's speed, which is log-normal with mean 1. Each rank has a new
-            speed in each minibatch, which models temporary slowdowns.
-        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. The ratio is log-normal
-            with mean 1, so the cost is correct on average.
+        speed_variation: Standard deviation of a rank's speed, which is log-normal with mean 1, and new in each
+            minibatch.
+        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost, which is log-normal with
+            mean 1.
         num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
-        num_islands: Number of groups of ranks between which data moves at `link_gb_per_s`, instead of `fetch_gb_per_s`
-            and `push_gb_per_s`.
-        sync_every: Number of minibatches between synchronizations of islands by an outer loop, or 0 for none.
         wire: Number format, a key of `WIRE_BYTES`, in which an outer loop sends parameters between islands.
-        parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
-        gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
+        parameter_cache_bytes, gradient_cache_bytes: Memory per rank for units that stay in memory for a minibatch,
+            and for local gradient accumulation. Gradients are as large as parameters.
     """
 
     ranks: Annotated[int, Option(*_COUNT, "number of ranks")] = 8

@@ -2,7 +2,6 @@
 
     collective/barrier     ranks generate, wait for each other, then train with collectives on balanced microbatches
     window/barrier         ranks generate, wait for each other, then claim microbatches to train on
-    window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they finish
     bound                  lower bound: the time that all work takes if no rank ever waits or, if later, the earliest
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
+from odc_mpi.data.plan.balance import dynamic, lb_micro
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.errors import UserError
@@ -35,9 +34,9 @@ from odc_mpi.simulate.options import RolloutOptions
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import collect_timings, ratios, simulate_timing
 
-BASELINE = "collective/barrier"
+BASELINE, ON_DEMAND = "collective/barrier", "window/on_demand"
 #: Schedules to compare, as TRANSPORT/SYNCHRONIZATION.
-SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
+SCHEDULES = (BASELINE, "window/barrier", ON_DEMAND)
 BOUND = "bound"
 #: Number of shares of about equal cost into which a prompt group is divided. It must be fixed before lengths are known.
 #: With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch is incurred more often.
@@ -71,10 +70,6 @@ class SimulatedRollouts:
     scenario: RolloutScenario
     minibatch: SimulatedMinibatch
 
-    def assigned_groups(self, rank: int) -> list[int]:
-        """Return the indices of the prompt groups that a rank generates. Groups are assigned round-robin."""
-        return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
-
     def positions(self, group: int) -> range:
         """Return the indices of the completions of a prompt group."""
         count = self.scenario.completions
@@ -95,8 +90,9 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """Result of `decode_ends_s` for the prompt groups assigned to each rank, as a list indexed by rank."""
-        return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
+        """Result of `decode_ends_s` for the prompt groups that each rank generates, as a list indexed by rank."""
+        num_groups, ranks = self.scenario.num_groups, self.scenario.ranks
+        return [self.decode_ends_s(rank, range(rank, num_groups, ranks)) for rank in range(ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
         """Return the shares of a finished prompt group, each as a list of microbatches."""
@@ -107,24 +103,11 @@ class SimulatedRollouts:
         shares: list[list[int]] = [[] for _ in range(SHARES)]
         for position, share in zip(longest_first, cycle(order)):
             shares[share].append(position)
-        return [self.pack(share) for share in shares]
-
-    def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
-        """Pack the completions with the indices `positions` into a small number of microbatches."""
-        bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
-        return [tuple(positions[k] for k in indices) for indices in bins]
-
-    def plan(self, name: str) -> Plan:
-        """Return the training plan of a schedule other than `window/on_demand`, which plans during the run."""
-        scenario = self.scenario
-        if name == "window/on_demand_own":
-            positions_of_ranks = (
-                [i for group in self.assigned_groups(rank) for i in self.positions(group)]
-                for rank in range(scenario.ranks)
-            )
-            return Plan(tuple(tuple(self.pack(positions)) for positions in positions_of_ranks))
-        balance = lb_micro if name == BASELINE else dynamic
-        return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+        packed = []
+        for share in shares:
+            bins = first_fit(lengths[share], self.scenario.max_tokens)
+            packed.append([tuple(share[k] for k in indices) for indices in bins])
+        return packed
 
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds, in seconds, on the time that any schedule needs.
@@ -147,10 +130,9 @@ class SimulatedRollouts:
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
     """Simulate all schedules of a GRPO run, and return the result, which is deterministic, as a JSON object.
 
-    Three keys contain a number for each schedule and `BOUND`: `speedup` (over collective/barrier), `idle_fraction`
-    (fraction of the time that ranks wait or run dummy microbatches) and `step_s` (mean duration of a minibatch, in
-    seconds). `timeline` contains, for each schedule, the intervals in which each rank generates or trains in the first
-    minibatch. `generation_fraction` is the fraction of busy time that ranks spend on generation in collective/barrier.
+    `speedup` (over collective/barrier), `idle_fraction` and `step_s` contain a number for each schedule and `BOUND`;
+    `timeline` contains the intervals in which each rank generates or trains in the first minibatch, by schedule (see
+    `simulate.summarize`). `generation_fraction` is the fraction of busy time for generation in collective/barrier.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -170,21 +152,20 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
 
 def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
-    """Simulate one minibatch with one schedule. Ranks are busy while they generate or train."""
+    """Simulate one minibatch. Ranks are busy while they generate or train."""
     decoded = minibatch.assigned_decode_ends_s
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
-    if name == "window/on_demand":
+    if name == ON_DEMAND:
         return _simulate_shared(minibatch, sorted(each for ends_of_rank in decoded for each in ends_of_rank), free)
-    transport, synchronization = name.split("/")
-    training = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport)
-    begins = [max(free)] * len(free) if synchronization == "barrier" else free
+    scenario, lengths, begin = minibatch.scenario, minibatch.minibatch.lengths, max(free)
+    balance = lb_micro if name == BASELINE else dynamic
+    plan = balance(lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+    training = simulate_timing(minibatch.minibatch, plan, name.split("/")[0])
     timeline = [
         [(0.0, end), *((begin + began, begin + ended) for began, ended in intervals)]
-        for end, begin, intervals in zip(free, begins, training.timeline, strict=True)
+        for end, intervals in zip(free, training.timeline, strict=True)
     ]
-    if synchronization == "barrier":
-        return SimulatedTiming(max(free) + training.end_s, timeline)
-    return SimulatedTiming(max(intervals[-1][1] for intervals in timeline), timeline)
+    return SimulatedTiming(begin + training.end_s, timeline)
 
 
 def _simulate_shared(

@@ -1,7 +1,6 @@
 """Simulation scenarios: minibatches with the costs that ranks use for planning, and with their true durations.
 
-A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, whereas
-`bench.schedule` sleeps for these durations. Both use the same minibatches, which the seed determines.
+The simulator adds up the true durations, whereas `bench.schedule` sleeps for these durations.
 """
 
 import math
@@ -12,11 +11,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.chunks import SequenceSplit
+from odc_mpi.data.plan.balance import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name
-from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, WIRE_BYTES, ScenarioOptions
+from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, WIRE_BYTES, ScenarioOptions, option_name
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,7 +32,7 @@ MAX_SEQUENCES = 10**7
 
 @dataclass(frozen=True)
 class SimulatedMinibatch:
-    """Minibatch to simulate. All durations are in seconds.
+    """Minibatch to simulate. All durations are in seconds, and those of microbatches include communication.
 
     With windows, a rank's first microbatch takes longer because it fills the caches (`is_first` in the methods).
 
@@ -57,16 +56,13 @@ class SimulatedMinibatch:
     cache_cost_s: float = 0.0
     cost: CostModel = REFERENCE_COST
 
-    def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the duration, without communication, of a microbatch (indices of sequences) on a rank of speed 1."""
-        return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
-
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch on a rank without caches, including communication."""
-        return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
+        """Return the duration of a microbatch (indices of sequences) on a rank without caches."""
+        work_s = self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
+        return work_s / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank with parameter and gradient caches, including communication."""
+        """Return the duration of a microbatch on a rank with parameter and gradient caches."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
@@ -86,10 +82,8 @@ class SimulatedMinibatch:
 class Scenario(ScenarioOptions):
     """Scenario of a simulated run, whose seed determines all minibatches. Raises `UserError` if options are invalid.
 
-    A microbatch has at most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
-
-    Attributes:
-        cost: Cost model that ranks use for planning, in seconds on a rank of speed 1, without `overhead_s`.
+    `cost` is the cost model for planning, in seconds on a rank of speed 1, without `overhead_s`. A microbatch has at
+    most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
     """
 
     cost: CostModel = REFERENCE_COST
@@ -104,10 +98,9 @@ class Scenario(ScenarioOptions):
             raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too: set one of them")
         if self.ranks % self.num_islands:
             raise UserError(f"--islands: expected a divisor of {self.ranks} ranks, got {self.num_islands}")
-        if self.link_gb_per_s and self.num_islands == 1:
-            raise UserError("--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too")
-        if self.sync_every and self.num_islands == 1:
-            raise UserError("--sync-every: expected --islands of 2 or more, got 1: set --islands, too")
+        for field in ("link_gb_per_s", "sync_every"):
+            if getattr(self, field) and self.num_islands == 1:
+                raise UserError(f"{option_name(field)}: expected --islands of 2 or more, got 1: set --islands, too")
         if self.wire not in WIRE_BYTES:
             raise UserError(f"--wire: expected {' or '.join(WIRE_BYTES)}, got {self.wire}")
         if self.wire != ScenarioOptions.wire and not self.sync_every:
@@ -162,18 +155,15 @@ class Scenario(ScenarioOptions):
 
     @property
     def exchange_s(self) -> float:
-        """Duration of the exchange of gradients and parameters between islands at the end of a minibatch, in seconds.
-
-        Each rank sends and receives its shard of the gradients of its island, then of the parameters.
-        """
+        """Seconds in which each rank exchanges its shard of gradients, then of parameters, with other islands."""
         num_bytes = 2 * self._model_bytes * (self.num_islands - 1) / self.ranks
         return num_bytes / 1e9 / self.link_gb_per_s if self.link_gb_per_s else 0.0
 
     @property
     def outer_exchange_s(self) -> float:
-        """Mean duration per minibatch, in seconds, of the exchange of parameters between islands by an outer loop.
+        """Mean seconds per minibatch in which an outer loop exchanges parameters between islands.
 
-        Each rank receives its share of the parameters from all other islands once in `sync_every` minibatches.
+        Once in `sync_every` minibatches, each rank receives its share of the parameters from all other islands.
         """
         if not (self.sync_every and self.link_gb_per_s):
             return 0.0
@@ -188,13 +178,8 @@ class Scenario(ScenarioOptions):
         without_outer = replace(self, sync_every=0, wire=ScenarioOptions.wire)
         alone = replace(without_outer, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
         saving_s, cost_s = alone.cache_saving_s
-        return replace(
-            minibatch,
-            communication_s=alone.communication_s,
-            cache_saving_s=saving_s,
-            cache_cost_s=cost_s,
-            cost=alone.planned_cost,
-        )
+        minibatch = replace(minibatch, communication_s=alone.communication_s, cost=alone.planned_cost)
+        return replace(minibatch, cache_saving_s=saving_s, cache_cost_s=cost_s)
 
     @property
     def planned_cost(self) -> CostModel:
@@ -202,7 +187,7 @@ class Scenario(ScenarioOptions):
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches, which depend only on the options, including the seed."""
+        """Yield the minibatches, which depend only on the options."""
         for index in range(self.num_minibatches):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))

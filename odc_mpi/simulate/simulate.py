@@ -17,7 +17,7 @@ schedule. verl and the ODC paper use lb_micro with collectives.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
 
@@ -37,7 +37,7 @@ from odc_mpi.simulate.events import (
 )
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
-BASELINE, SPLIT = "collective/lb_micro", "window/split"
+BASELINE, ON_DEMAND, SPLIT = "collective/lb_micro", "window/dynamic", "window/split"
 #: Schedules to compare, as TRANSPORT/BALANCE. With lb_mini and dynamic, ranks run different numbers of microbatches,
 #: which rules out collectives.
 SCHEDULES = (
@@ -46,7 +46,7 @@ SCHEDULES = (
     "window/local_sort",
     "window/lb_micro",
     "window/lb_mini",
-    "window/dynamic",
+    ON_DEMAND,
     SPLIT,
 )
 #: Balances that are also simulated with islands.
@@ -61,67 +61,48 @@ PER_RANK = (1, 2, 4, 8, 16)
 #: Maximum number of sequences to simulate for each number in `PER_RANK`, which takes a few seconds. However, at least
 #: one minibatch is simulated.
 MAX_SIMULATED_SEQUENCES = 8_192
-RECOMMENDED_SCHEDULE = "window/dynamic"
 
 
-@dataclass(frozen=True)
-class SimulationResult:
-    """Result of a simulation. Mappings are keyed by schedule, and also contain `BOUNDS` unless stated otherwise.
+def simulate(scenario: Scenario) -> dict[str, Any]:
+    """Simulate all schedules for a scenario, and return the result of `summarize`, which is deterministic."""
+    timings = (_timings(scenario, minibatch) for minibatch in scenario.minibatches())
+    return summarize(scenario, *collect_timings(timings))
 
-    Attributes:
-        speedup: Speed-up over collective/lb_micro.
-        idle_fraction: Fraction of the time that ranks wait or run dummy microbatches, averaged over ranks.
-        idle_per_rank: Idle fraction of each rank, without `BOUNDS`.
-        step_s: Mean duration of a minibatch, in seconds.
+
+def summarize(
+    scenario: Scenario,
+    ends: Mapping[str, Sequence[float]],
+    busy: Mapping[str, npt.NDArray[np.float64]],
+    timeline: dict[str, list[Intervals]],
+) -> dict[str, Any]:
+    """Return the result of a simulation or a benchmark as a JSON object.
+
+    The other arguments are the times that `collect_timings` returns. Keys of the result, besides `scenario`:
+        floor: Speed-up of the floor over collective/lb_micro.
+        speedup: Speed-up over collective/lb_micro of each schedule and of `BOUNDS`.
+        idle_fraction: Fraction of the time that ranks wait or run dummy microbatches, of each schedule and of `BOUNDS`.
+        idle_per_rank: Idle fraction of each rank, by schedule.
+        step_s: Mean duration of a minibatch in seconds, of each schedule and of `BOUNDS`.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
-        timeline: Busy intervals of each rank in the first minibatch, in seconds, without `BOUNDS`.
+        timeline: Busy intervals of each rank in the first minibatch, in seconds, by schedule.
     """
-
-    scenario: Scenario
-    speedup: dict[str, float]
-    idle_fraction: dict[str, float]
-    idle_per_rank: dict[str, list[float]]
-    step_s: dict[str, float]
-    longest_sequence_bound_fraction: float
-    timeline: dict[str, list[Intervals]]
-
-    @classmethod
-    def from_times(
-        cls,
-        scenario: Scenario,
-        ends: Mapping[str, Sequence[float]],
-        busy: Mapping[str, npt.NDArray[np.float64]],
-        timeline: dict[str, list[Intervals]],
-    ) -> "SimulationResult":
-        """Compute the result from the times that `collect_timings` returns, and add the bounds."""
-        floors = [floor_s(minibatch, scenario.max_tokens) for minibatch in scenario.minibatches()]
-        shared = [even for _, even in floors]
-        each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
-        # Bounds assume the fewest possible microbatches.
-        bound = scenario.ranks * math.fsum(shared)
-        work = {name: float(seconds.sum()) for name, seconds in busy.items()} | dict.fromkeys(BOUNDS, bound)
-        return cls(
-            scenario,
-            **ratios(each, work, BASELINE, scenario.ranks),
-            idle_per_rank={
-                name: np.maximum(0.0, 1.0 - seconds / math.fsum(each[name])).tolist() for name, seconds in busy.items()
-            },
-            longest_sequence_bound_fraction=sum(longest > even for longest, even in floors) / len(floors),
-            timeline=timeline,
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a JSON-serializable dictionary of all fields, plus the speed-up of the floor under the key `floor`."""
-        # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
-        bare = asdict(replace(self, timeline={}))
-        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline}
-
-
-def simulate(scenario: Scenario) -> SimulationResult:
-    """Simulate all schedules for a scenario. The result is deterministic."""
-    return SimulationResult.from_times(
-        scenario, *collect_timings(_timings(scenario, minibatch) for minibatch in scenario.minibatches())
-    )
+    floors = [floor_s(minibatch, scenario.max_tokens) for minibatch in scenario.minibatches()]
+    shared = [even for _, even in floors]
+    each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
+    # Bounds assume the fewest possible microbatches.
+    bound = scenario.ranks * math.fsum(shared)
+    work = {name: float(seconds.sum()) for name, seconds in busy.items()} | dict.fromkeys(BOUNDS, bound)
+    means = ratios(each, work, BASELINE, scenario.ranks)
+    return {
+        "floor": means["speedup"][FLOOR],
+        "scenario": asdict(scenario),
+        **means,
+        "idle_per_rank": {
+            name: np.maximum(0.0, 1.0 - seconds / math.fsum(each[name])).tolist() for name, seconds in busy.items()
+        },
+        "longest_sequence_bound_fraction": sum(longest > even for longest, even in floors) / len(floors),
+        "timeline": timeline,
+    }
 
 
 def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, SimulatedTiming]:
@@ -165,7 +146,7 @@ def collect_timings(
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup` (over the schedule `baseline`), `idle_fraction` and `step_s`, each keyed by schedule or bound.
+    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each keyed by schedule or bound.
 
     `ends` contains the seconds of each minibatch, and `work` the total busy seconds of all ranks in all minibatches.
     """
@@ -253,30 +234,28 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
 
 
 def recommend_batch_size(scenario: Scenario) -> str:
-    """Simulate each number of sequences per rank in `PER_RANK`, and return a table of results and a recommendation."""
-    results = {}
-    for per_rank in PER_RANK:
-        max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))
-        num_minibatches = min(max_minibatches, scenario.num_minibatches)
-        results[per_rank] = simulate(replace(scenario, per_rank=per_rank, num_minibatches=num_minibatches))
+    """Simulate each number of sequences per rank in `PER_RANK`, and return a table of results and a recommendation.
+
+    It recommends the smallest number of sequences per rank whose throughput is within 2% of the best.
+    """
     lines = [f"{'sequences':>12}{'speed-up':>12}{'':20}{'idle':>12}{'sequences':>14}"]
     lines.append(f"{'per rank':>12}{'lb_mini':>12}{'dynamic':>10}{'split':>10}{'dynamic':>12}{'per s':>14}")
     rates = {}
-    for per_rank, result in results.items():
-        rates[per_rank] = scenario.ranks * per_rank / result.step_s[RECOMMENDED_SCHEDULE]
+    for per_rank in PER_RANK:
+        max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))
+        num_minibatches = min(max_minibatches, scenario.num_minibatches)
+        result = simulate(replace(scenario, per_rank=per_rank, num_minibatches=num_minibatches))
+        rates[per_rank] = scenario.ranks * per_rank / result["step_s"][ON_DEMAND]
+        speedup = result["speedup"]
         lines.append(
-            f"{per_rank:12}{result.speedup['window/lb_mini']:12.3f}{result.speedup[RECOMMENDED_SCHEDULE]:10.3f}"
-            f"{result.speedup['window/split']:10.3f}{result.idle_fraction[RECOMMENDED_SCHEDULE]:12.1%}{rates[per_rank]:14.2f}"
+            f"{per_rank:12}{speedup['window/lb_mini']:12.3f}{speedup[ON_DEMAND]:10.3f}{speedup[SPLIT]:10.3f}"
+            f"{result['idle_fraction'][ON_DEMAND]:12.1%}{rates[per_rank]:14.2f}"
         )
-    return "\n".join([*lines, "", _sentence(rates)])
-
-
-def _sentence(rates: Mapping[int, float]) -> str:
-    """Recommend the smallest number of sequences per rank whose throughput is within 2% of the best."""
-    enough = next(per_rank for per_rank, rate in rates.items() if rate >= 0.98 * max(rates.values()))
-    gain = rates[enough] / rates[PER_RANK[0]] - 1
-    rest = max(rates.values()) / rates[enough] - 1
-    return (
-        f"With {RECOMMENDED_SCHEDULE}, {enough} per rank are enough: {gain:.0%} more sequences per second than with "
-        f"{PER_RANK[0]}.\nLarger minibatches add at most {rest:.1%}."
+    best = max(rates.values())
+    enough = next(per_rank for per_rank, rate in rates.items() if rate >= 0.98 * best)
+    gain, rest = rates[enough] / rates[PER_RANK[0]] - 1, best / rates[enough] - 1
+    advice = (
+        f"With {ON_DEMAND}, {enough} per rank are enough: {gain:.0%} more sequences per second than "
+        f"with {PER_RANK[0]}.\nLarger minibatches add at most {rest:.1%}."
     )
+    return "\n".join([*lines, "", advice])

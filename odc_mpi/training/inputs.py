@@ -18,7 +18,7 @@ from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, Task, set_padding
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, set_padding
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
 from odc_mpi.training.context_parallel import plan_context_parallel, validate_context_parallel
 from odc_mpi.training.rl.prompts import PromptLoader

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from odc_mpi.api import decide_for, shard_model
-from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
@@ -54,6 +53,7 @@ from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
@@ -66,6 +66,7 @@ from odc_mpi.training.islands.build import (
     resume_weights,
     use_outer_parameters,
 )
+from odc_mpi.training.islands.state import make_training_state
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.objectives.sft import SFTObjective
@@ -138,9 +139,7 @@ def train(
         # Last in the setup, because all errors must be raised before anything is written.
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
-        run_dir, steps = Path(config.run.dir), config.run.steps
-        logger = RunLogger(run_dir, steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0)
-        stack.enter_context(logger)
+        run_dir = Path(config.run.dir)
         checkpointing = CheckpointCallback(
             config, world, trainer, metadata, stop, directory_lock, resume_point, outer_loop
         )
@@ -154,6 +153,7 @@ def train(
             config.data.max_tokens_per_microbatch,
             trainer.model.num_islands,
         )
+        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0)
         trainer.callbacks += [trace, logger, tracker_callback, report, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
@@ -255,8 +255,8 @@ def build_trainer(
     else:
         source, objective, others = build_grpo(config, world, model, inputs, decision)
     callbacks += others
-    if model.fixed_point_gradients is not None:
-        callbacks.append(ExponentCallback(model.fixed_point_gradients, objective.loss_normalizer))
+    if isinstance(model.gradient_format, FixedPointGradients):
+        callbacks.append(ExponentCallback(model.gradient_format, objective.loss_normalizer))
     update = Update(model, optimizer, config)
     completed_steps = resume_point.step if resume_point else 0
     trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.models.attention_names import unsupported_reason
+from odc_mpi.models.configuration import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import (
     CommSettings,

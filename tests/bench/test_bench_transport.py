@@ -4,20 +4,16 @@ from rich.console import Console
 from transport_result import result
 
 from odc_mpi.report.bench_report import describe
-from odc_mpi.report.terminal import render
-
-
-def render_report(result):
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(render(describe(result)))
-    return capture.get()
+from odc_mpi.report.page import terminal
 
 
 def test_the_tables_fit():
     made = result() | {"left_out": {"gloo_all_gather": "for ranks of one node only"}}
     del made["sizes"][0]["all_at_once"]["gloo_all_gather"]
-    output = render_report(made)
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal(describe(made)))
+    output = capture.get()
     assert "left out: gloo_all_gather, for ranks of one node only" in output
     assert "…" not in output
     assert max(len(line.rstrip()) for line in output.splitlines()) <= 80

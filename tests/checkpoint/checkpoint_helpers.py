@@ -7,11 +7,11 @@ from ranks import run_ranks
 from torch import nn
 from toy_models import VOCABULARY, Transformer
 
-from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState, require_model, restore_buffers
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.islands.state import make_training_state
 
 
 class Normed(Transformer):

@@ -34,6 +34,12 @@ def tokenizer(stdlib_report: PrepareReport) -> Any:
 
 
 @pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current directory is an empty one."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def write_dataset(tmp_path: Path) -> Callable[[Sequence[int]], Path]:
     """Write sequences of given lengths; every token of the file is different, about half of them are trained."""
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
+from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
 
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import Conversation
@@ -124,12 +124,6 @@ def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(p
                 assert first <= begin and prompt.removesuffix(found.omitted).endswith(found.text[first:begin]), name
                 assert end <= last and not found.text[end:last].strip(), name
     assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and len(names) >= 26
-
-
-def with_template(tokenizer: Any, template: str) -> Any:
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = template
-    return changed
 
 
 HEADER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

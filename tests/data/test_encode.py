@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 from number_words import number_words
+from published_templates import with_template
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import Encoded, encode, encode_prompts
@@ -55,36 +56,15 @@ def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
 
 
-def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
-    named = with_template(tokenizer, "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}")
-    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages .*surrogates"):
-        encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
-
-
 def test_arguments_that_json_does_not_have(tokenizer: Any) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": b""}}}]}
     with pytest.raises(InvalidRecordError, match=r"^here: expected arguments of tool calls in JSON, got .*bytes"):
         encode(tokenizer, [Conversation("here", [CHAT[1], call])])
 
 
-def test_named_templates_without_a_default_are_refused(tokenizer: Any) -> None:
-    named = with_template(tokenizer, "")
-    named.chat_template = {"rag": "{{ messages[0].content }}"}
-    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages"):
-        encode(named, [Conversation("here", CHAT)])
-
-
 def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages \(expected a message, got none\)"):
         ChatRenderer(tokenizer).render_prompt(Conversation("here", []))
-
-
-def with_template(tokenizer: Any, template: str | None) -> Any:
-    import copy
-
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = template
-    return changed
 
 
 def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> None:
@@ -104,13 +84,14 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
     ("template", "expected"),
     [
         (None, "need a chat template"),
+        ({"rag": "{{ messages[0].content }}"}, "rejects the messages"),  # named ones without a default
         ("{{ raise_exception('roles must\nalternate') }}", "rejects the messages (roles must alternate)"),
         ("{{ messages[99].content }}", "rejects the messages"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "changes earlier text"),
         ("{% for m in messages %}{{ m.content.split('Well')[-1] }}{% endfor %}", "drops a part of message 3"),
     ],
 )
-def test_templates_that_do_not_serve(tokenizer: Any, template: str | None, expected: str) -> None:
+def test_templates_that_do_not_serve(tokenizer: Any, template: Any, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         encode(with_template(tokenizer, template), [Conversation("x.jsonl, line 7", CHAT)])
     message = str(caught.value)

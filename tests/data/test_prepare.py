@@ -82,23 +82,6 @@ def test_the_trained_tokenizer_loses_nothing(tokenizer: Any) -> None:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.skipif(h5py.version.hdf5_version_tuple < (2,), reason="HDF5 before 2.0 stores times of groups")
-@pytest.mark.usefixtures("few_functions")
-def test_the_same_bytes_again(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        prepare("stdlib", tmp_path / name / "x.h5", vocab_size=300)
-    first, second = (
-        {
-            path.relative_to(tmp_path / name): path.read_bytes()
-            for path in (tmp_path / name).rglob("*")
-            if path.is_file()
-        }
-        for name in ("a", "b")
-    )
-    assert first == second
-    assert first.keys() == {Path("x.h5")}
-
-
 def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "gugugu gugu?"}, {"role": "assistant", "content": "lalala lala"}]
     records = [{"messages": chat}, {"prompt": "mimimi", "completion": "dododo"}, 3, {"messages": []}] * 5
@@ -117,7 +100,11 @@ def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None
 
 def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"})
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=10)
+    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10}
+    dropped = prepare(source, tmp_path / "b.h5", **options, overlong="drop")
+    assert (dropped.num_sequences, dropped.num_truncated, dropped.num_dropped, dropped.longest) == (2, 0, 3, 10)
+    assert "3 dropped: longer than --max-length (48 tokens lost)" in dropped.describe()
+    report = prepare(source, tmp_path / "a.h5", **options)
     assert (report.num_sequences, report.num_truncated, report.num_dropped) == (4, 2, 0)
     assert report.num_untrained_dropped == 1, "cut in the prompt"
     assert (report.longest, report.num_tokens) == (10, 36)
@@ -127,14 +114,6 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
         assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
         assert cut[1].tolist() == [False] * 2 + [True] * 8
     assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: no loss" in report.describe()
-
-
-def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", *pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"})
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=10, overlong="drop")
-    assert (report.num_sequences, report.num_truncated, report.num_dropped) == (2, 0, 3)
-    assert (report.longest, report.num_untrained_dropped) == (10, 0)
-    assert "3 dropped: longer than --max-length (48 tokens lost)" in report.describe()
 
 
 def test_plain_texts_can_be_split(stdlib_report: PrepareReport, tmp_path: Path) -> None:
@@ -173,18 +152,6 @@ def test_what_only_the_first_token_would_teach_is_dropped() -> None:
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 
-def test_examples_that_train_nothing_are_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    user, says = {"role": "user", "content": ""}, {"role": "assistant", "content": "Hello"}
-    silent = {**says, "content": ""}
-    records = [{"messages": m} for m in ([user, says], [user, silent], [user], [])]
-    source = write_lines(tmp_path / "a.jsonl", *records, {"prompt": "x", "completion": ""}, {"text": ""})
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
-    assert (report.num_sequences, report.num_untrained_dropped) == (1, 5)
-    assert report.describe().endswith("\n5 dropped: no loss tokens")
-    with h5py.File(report.path) as file:
-        assert (file.attrs["num_untrained_dropped"], file.attrs["num_bad_lines"]) == (5, 0)
-
-
 def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     # The template shows the name, which cannot be tokenized: that is found long after the line was read.
     tokenizer = load_tokenizer(stdlib_report.tokenizer)
@@ -203,7 +170,7 @@ def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path
     assert (head, rest) == ("4 skipped: invalid", "... and 1 more")
     assert [", line 2" in first, ", line 3" in second, ", line 4" in third] == [True] * 3
     with h5py.File(out) as file:
-        assert file.attrs["num_bad_lines"] == 4
+        assert (file.attrs["num_bad_lines"], file.attrs["num_untrained_dropped"]) == (4, 0)
     source = write_lines(tmp_path / "a.jsonl", *records[1:4])
     message = refused(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
     assert "3 invalid, the first: " in message and "a.jsonl, line 1: " in message
@@ -292,18 +259,6 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report: Prep
     assert "bad.jsonl, line 1001: " in refused(bad, out, tokenizer=stdlib_report.tokenizer, force=True)
     assert out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "bad.jsonl", "good.jsonl"]
-
-
-@pytest.mark.usefixtures("few_functions")
-@pytest.mark.parametrize("fails", ["encode_block", "find_sources", "mix"])
-def test_an_interrupt_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, fails, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare("stdlib", tmp_path / "a.h5", vocab_size=300)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_shows_progress_only_on_a_console(

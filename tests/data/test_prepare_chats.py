@@ -73,21 +73,16 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     assert tokenizer.chat_template == THINKING
     prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", conversation(1)["messages"][:1])])[0])
     assert prompt == "<|im_start|>user\nIs 1 0?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    template.write_text(THINKING + " ")
+    assert prepare([source], out, options).elapsed_s is not None, "another template"
 
 
 @pytest.mark.slow
 def test_worker_processes_use_the_other_template(source: str, template: Path, tmp_path: Path) -> None:
     plain = prepare([source], tmp_path / "plain.h5", PrepareOptions(vocab_size=300)).path
-    found = []
-    for num_proc in (1, 2):
-        out = tmp_path / f"{num_proc}.h5"
-        options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=num_proc)
-        assert prepare([source], out, options).num_split_turns == 40
-        assert load_tokenizer(out).chat_template == THINKING
-        found.append(out.read_bytes())
-    assert found[0] == found[1]
-    template.write_text(THINKING + " ")
-    assert prepare([source], out, options).elapsed_s is not None, "another template"
+    options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=2)
+    report = prepare([source], tmp_path / "a.h5", options)
+    assert report.num_split_turns == 40 and load_tokenizer(report.path).chat_template == THINKING
 
 
 def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, template: Path, tmp_path: Path) -> None:

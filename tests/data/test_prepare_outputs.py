@@ -4,7 +4,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,20 +176,3 @@ def test_a_limit_of_the_file_size(folder: Path, limit: int) -> None:
     check_disk_error(
         folder / "a.h5", "File too large", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     )
-
-
-@pytest.fixture
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    disk = folder / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
-        pytest.skip("needs permission to mount")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-def test_a_full_disk(small_disk: Path) -> None:
-    check_disk_error(small_disk / "a.h5", "No space left on device")

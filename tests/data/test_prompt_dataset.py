@@ -46,17 +46,6 @@ def test_the_digest_is_of_the_content(tmp_path, tokenizer):
         assert PromptDataset(lines(tmp_path / "p.jsonl", *changed), tokenizer).digest() != known
 
 
-def test_parquet(tmp_path, tokenizer):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    absent = dict.fromkeys(TEXT | CHAT)  # a table has each column in each row
-    parquet.write_table(pyarrow.Table.from_pylist([absent | TEXT, absent | CHAT]), tmp_path / "p.parquet")
-    found = PromptDataset(tmp_path / "p.parquet", tokenizer)
-    wanted = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer)
-    assert [found[i] for i in range(2)] == [wanted[i] for i in range(2)]
-    assert found.locations[1] == f"{found.path}, row 2"
-
-
 @pytest.mark.parametrize(
     ("record", "words"),
     [

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from odc_mpi.data.examples import Conversation, PromptCompletion, parse_example
-from odc_mpi.data.readers import parquet
+from odc_mpi.data.readers import arrow
 from odc_mpi.data.sources import Mixture, find_sources, mix
 from odc_mpi.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 
 def write(name: str, texts: list[str]) -> str:
@@ -166,7 +163,7 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_is_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(arrow, "_BATCH_ROWS", 7)
     table("a.parquet", [{"text": str(i)} for i in range(50)])
     [source] = find_sources(["a.parquet"])
     advanced: list[int] = []

@@ -1,4 +1,4 @@
-"""Chat templates of published models, which the package trl contains, for any tokenizer."""
+"""Tokenizers with other chat templates: any, or those of published models, which the package trl contains."""
 
 import copy
 import re
@@ -31,4 +31,11 @@ def with_published_template(tokenizer: Any, name: str, special_of: str | None = 
     special = set(re.findall(SPECIAL, PATHS[special_of or name].read_text())) - {changed.eos_token}
     changed.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(special)})
     changed.chat_template = PATHS[name].read_text()
+    return changed
+
+
+def with_template(tokenizer: Any, template: Any) -> Any:
+    """Return a copy of a tokenizer with another chat template."""
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
     return changed

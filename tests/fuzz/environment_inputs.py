@@ -1,6 +1,7 @@
 """Inputs of the environment: locales, closed and full streams, resource limits, home directories."""
 
 import resource
+from functools import partial
 
 from case import Case, prepare, train, write
 
@@ -44,44 +45,25 @@ HOMES = {
 }
 
 
+_FILES = {f"{number} open files": {resource.RLIMIT_NOFILE: number} for number in (16, 32, 64)}
+_SIZES = {f"{size >> 20} MiB of addresses": {resource.RLIMIT_AS: size} for size in (60 << 20, 200 << 20, 1 << 30)}
+_case = partial(Case, FAMILY, real=True, limit_s=60.0)
+
+
 def cases(rng):
     other = f"{_OTHER_LETTERS}.jsonl"
     for name, env in LOCALES.items():
         for command in ("prepare", "generate"):
-            yield _case(f"{command}: locale {name}", COMMANDS[command], (0,), env=env)
-        yield _case(
-            f"a file with other letters: {name}", prepare(other), (0,), write(other, '{"text": "a b c"}\n' * 3), env
-        )
+            yield _case(f"{command}: locale {name}", COMMANDS[command], codes=(0,), env=env)
+        damage = write(other, '{"text": "a b c"}\n' * 3)
+        yield _case(f"a file with other letters: {name}", prepare(other), damage, codes=(0,), env=env)
     for stream, streams in STREAMS.items():
         for command in ("prepare", "show", "list", "an error", "train", "help"):
             failing = command == "an error"
             codes = (2,) if failing and 1 in streams and 2 not in streams else (0, 1, 2)
-            yield _case(f"{command}: {stream}", COMMANDS[command], codes, streams=streams)
+            yield _case(f"{command}: {stream}", COMMANDS[command], codes=codes, streams=streams)
     for name, env in HOMES.items():
-        yield _case(f"train: {name}", COMMANDS["train"], (0,), env=env)
-    for name, limits in _limits().items():
+        yield _case(f"train: {name}", COMMANDS["train"], codes=(0,), env=env)
+    for name, limits in (_FILES | _SIZES).items():
         for command in ("prepare", "train"):
-            yield _case(f"{command}: {name}", COMMANDS[command], (0, 1, 2), limits=limits)
-
-
-def _limits():
-    files = {f"{number} open files": {resource.RLIMIT_NOFILE: number} for number in (16, 32, 64)}
-    return {
-        **files,
-        **{f"{size >> 20} MiB of addresses": {resource.RLIMIT_AS: size} for size in (60 << 20, 200 << 20, 1 << 30)},
-    }
-
-
-def _case(name, argv, codes, damage=lambda directory: None, env=(), limits=(), streams=()):
-    return Case(
-        FAMILY,
-        name,
-        argv,
-        damage,
-        codes,
-        real=True,
-        env=dict(env),
-        limits=dict(limits),
-        streams=dict(streams),
-        limit_s=60,
-    )
+            yield _case(f"{command}: {name}", COMMANDS[command], codes=(0, 1, 2), limits=limits)

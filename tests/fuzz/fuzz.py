@@ -8,7 +8,7 @@ The last line counts inputs, tracebacks, hangs, wrong exit codes, losses of file
 """
 
 import argparse
-import json
+import multiprocessing
 import os
 import random
 import re
@@ -19,10 +19,11 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parent / "fakes"), str(HERE.parents[1])]
 
 import dataset_inputs  # noqa: E402
 import environment_inputs  # noqa: E402
@@ -48,61 +49,46 @@ JUSTIFIED = {
 }
 
 
+#: The inputs, and results from undamaged files by command; processes of the pool inherit both.
+CASES, EXPECTED = [], {}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent inputs")
     parser.add_argument("--part", type=int, default=1, metavar="N", help="only one in N inputs")
     parser.add_argument("--match", default="", metavar="REGEX", help="only inputs whose 'family: name' matches")
-    parser.add_argument("--real", action="store_true", help="start a process of its own for each input")
     parser.add_argument("--verbose", action="store_true", help="print every input with its exit code and output")
     arguments = parser.parse_args()
     runner.import_modules()
-    work, owner = Path(tempfile.mkdtemp(prefix="odc_mpi-fuzz-")), os.getpid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that copies are removed
+    CASES.extend(select(arguments.seed, arguments.part, arguments.match))
+    began, rows, context = time.monotonic(), {}, multiprocessing.get_context("fork")
+    work = Path(tempfile.mkdtemp(prefix="odc_mpi-fuzz-"))  # commands run the exit handlers of a TemporaryDirectory
     try:
-        argv = _fuzz(arguments, work)
+        _make_undamaged(work / "material", context)
+        with context.Pool(arguments.jobs) as pool:
+            for number, found, finished in pool.imap_unordered(partial(_run, work), range(len(CASES))):
+                case, rows[number] = CASES[number], found
+                if found or arguments.verbose:
+                    print(f"{case.family}: {case.name}: exit code {finished.code}; {'; '.join(found)}", flush=True)
+                if arguments.verbose:
+                    print(textwrap.indent(finished.out + finished.err, "    "), flush=True)
     finally:
-        if os.getpid() == owner:
-            shutil.rmtree(work)
-    return argv if isinstance(argv, int) else runner.console(argv)  # in a child
+        shutil.rmtree(work)
+    return _print(CASES, rows, time.monotonic() - began)
 
 
-def _fuzz(arguments, work):
-    """Run the inputs and return the exit code; in the process of an input, return its command line."""
-    undamaged = work / "material"
-    undamaged.mkdir()
-    if not (pid := os.fork()):
-        material.write_sources(undamaged)
-        os._exit(0)
-    os.waitpid(pid, 0)
+def _make_undamaged(directory, context):
+    directory.mkdir()
+    child = context.Process(target=material.write_sources, args=(directory,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     for argv in material.COMMANDS:
-        case = Case("material", "", argv)
-        finished = runner.run(case, undamaged)
-        if finished is None:
-            return argv
+        finished = runner.run(Case("material", "", argv), directory)
         assert finished.code == 0, (argv, finished)
-    cases = list(select(arguments.seed, arguments.part, arguments.match))
-    began = time.monotonic()
-    numbers, write = os.pipe()
-    os.write(write, b"".join(number.to_bytes(4, "little") for number in range(len(cases))))
-    os.close(write)
-    workers = []
-    for worker in range(arguments.jobs):
-        if not (pid := os.fork()):
-            argv = _work(cases, numbers, undamaged, work / str(worker), arguments)
-            return argv if argv is not None else os._exit(0)
-        workers.append(pid)
-    try:
-        codes = [os.waitpid(pid, 0)[1] for pid in workers]
-    except BaseException:
-        for pid in workers:
-            os.kill(pid, signal.SIGTERM)
-            os.waitpid(pid, 0)
-        raise
-    rows = [json.loads(line) for worker in range(arguments.jobs) for line in (work / f"{worker}.rows").open()]
-    assert not any(codes) and len(rows) == len(cases), f"a worker failed: {codes}, {len(rows)} of {len(cases)}"
-    return _print(cases, dict(rows), time.monotonic() - began)
 
 
 def select(seed, part, match):
@@ -114,40 +100,23 @@ def select(seed, part, match):
         yield from (case for case in chosen if re.search(match, f"{case.family}: {case.name}"))
 
 
-def _work(cases, numbers, undamaged, directory, arguments):
-    """Run inputs until none is left. In the process of an input, return its command line."""
-    expected = {}
-    with Path(f"{directory}.rows").open("w") as rows:
-        while number := os.read(numbers, 4):
-            case = cases[index := int.from_bytes(number, "little")]
-            if case.same and case.argv not in expected:
-                reference = Case("reference", "", case.argv, ranks=case.ranks, codes=(0,), limit_s=120)
-                outcome = _one(reference, undamaged, directory, {}, arguments.real)
-                if outcome is None:
-                    return case.argv
-                expected[case.argv] = outcome[2]
-            outcome = _one(case, undamaged, directory, expected, arguments.real)
-            if outcome is None:
-                return case.argv
-            found, finished, _ = outcome
-            rows.write(json.dumps([index, found]) + "\n")
-            rows.flush()  # a forked child must not write it again
-            if found or arguments.verbose:
-                print(f"{case.family}: {case.name}: exit code {finished.code}; {'; '.join(found)}", flush=True)
-            if arguments.verbose:
-                print(textwrap.indent(finished.out + finished.err, "    "), flush=True)
-    return None
+def _run(work, number):
+    """Run an input; return its number, the findings, and its end."""
+    case, directory = CASES[number], work / str(os.getpid())
+    if case.same and case.argv not in EXPECTED:
+        reference = Case("reference", "", case.argv, ranks=case.ranks, codes=(0,), limit_s=120)
+        *_, EXPECTED[case.argv] = _judged(reference, work / "material", directory)
+    found, finished, _ = _judged(case, work / "material", directory)
+    return number, found, finished
 
 
-def _one(case, undamaged, directory, expected, real):
-    """Run one input; return findings, its end, and its result, or None in the child."""
-    with runner.Copy(case, undamaged, directory):
+def _judged(case, undamaged, directory):
+    """Run an input; return findings, its end, and its result."""
+    with runner.copied(case, undamaged, directory):
         before = snapshot(directory)
-        finished = runner.run(case, directory, real)
-        if finished is None:
-            return None
+        finished = runner.run(case, directory)
         got = result(case, directory, finished) if finished.code == 0 else None
-        return judge(case, finished, before, snapshot(directory), expected.get(case.argv), got), finished, got
+        return judge(case, finished, before, snapshot(directory), EXPECTED.get(case.argv), got), finished, got
 
 
 def _print(cases, rows, seconds):

@@ -6,18 +6,10 @@ import random
 
 import yaml
 from case import export, prepare, train
+from tiny_qwen2 import QWEN2
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "as", "with", "on", "by", "this", "be", "are", "from")
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 320,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
-}
+MODEL = QWEN2 | {"vocab_size": 320, "hidden_size": 16, "max_position_embeddings": 512}
 SETTINGS = {
     "model": {"config": MODEL},
     "data": {"path": "data.h5", "minibatch_sequences": 24, "max_tokens_per_microbatch": 512},

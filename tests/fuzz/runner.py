@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,50 +37,45 @@ class Finished:
     err: str
 
 
-class Copy:
-    """Context manager of a copy of the undamaged files, with the damage of the case.
-
-    Only the process that entered the context removes the copy: its children leave the context, too.
-    """
-
-    def __init__(self, case, material, directory):
-        self._case, self._material, self._directory, self._owner = case, material, directory, os.getpid()
-
-    def __enter__(self):
-        shutil.copytree(self._material, self._directory, symlinks=True)
-        full = self._directory / "full"
-        full.mkdir()
-        if self._case.mount:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={self._case.mount}", "tmpfs", full], check=True)
-        self._case.damage(self._directory)
-
-    def __exit__(self, *_):
-        if os.getpid() != self._owner:
-            return  # in the child
-        if self._case.mount:
-            subprocess.run(["umount", "-l", self._directory / "full"], check=True)
-        shutil.rmtree(self._directory)
+@contextmanager
+def copied(case, undamaged, directory):
+    """Context manager of a copy of the undamaged files, with the damage of the case."""
+    shutil.copytree(undamaged, directory, symlinks=True)
+    full = directory / "full"
+    full.mkdir()
+    if case.mount:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={case.mount}", "tmpfs", full], check=True)
+    try:
+        case.damage(directory)
+        yield
+    finally:
+        if case.mount:
+            subprocess.run(["umount", "-l", full], check=True)
+        shutil.rmtree(directory)
 
 
-def run(case, directory, real=False):
-    """Run the command of the case and return its end. In the child, return None; the child then calls `console`."""
+def run(case, directory):
+    """Run the command of the case in a child and return its end."""
     output = [directory.with_suffix(suffix) for suffix in (STDOUT, STDERR)]
     for path in output:
         path.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
-        _enter(case, directory, output)
-        if real or case.real or case.ranks:
-            words = [sys.executable, "-m", "odc_mpi", *case.argv]
-            words = [MPIEXEC, "-n", str(case.ranks), *words] if case.ranks else words
-            os.execve(words[0], [os.fsencode(word) for word in words], dict(os.environ))
-        return None
+        try:
+            _enter(case, directory, output)
+            if case.real or case.ranks:
+                words = [sys.executable, "-m", "odc_mpi", *case.argv]
+                words = [MPIEXEC, "-n", str(case.ranks), *words] if case.ranks else words
+                os.execve(words[0], [os.fsencode(word) for word in words], dict(os.environ))
+            _console(case.argv)
+        finally:
+            os._exit(70)  # not reached after a command
     code = _wait(pid, case.limit_s)
     texts = [path.read_text(errors="replace") if path.exists() else "" for path in output]
     return Finished(code, *texts)
 
 
-def console(argv):
+def _console(argv):
     """Act as the console script, and end this process as the interpreter does, but without freeing its modules."""
     from mpi4py import MPI
 

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "launch"), str(HERE.parent / "fakes")]  # for a run by hand
-import crash_soak  # noqa: E402
 import mpi_launch  # noqa: E402
 import two_hosts  # noqa: E402
 from processes import descendants  # noqa: E402
-from small_run import losses  # noqa: E402
+from small_run import last_step, losses, write_config, write_data  # noqa: E402
 
 from odc_mpi.checkpoint.commands import verify  # noqa: E402
 
@@ -107,20 +105,18 @@ class Run:
     def __init__(self, config, steps, settings):
         train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
         train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS, *settings)
-        self._process = two_hosts.start(1, *train, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
-        self.said = {"stdout": [], "stderr": []}
-        self._threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self.said]
-        for thread in self._threads:
-            thread.start()
+        self._output = config.with_name(f"output-{time.time_ns()}")
+        with self._output.open("wb") as stream:
+            self._process = two_hosts.start(1, *train, stream=stream, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
 
     @property
     def text(self):
-        return "".join(self.said["stdout"] + self.said["stderr"])
+        return self._output.read_text(errors="replace")
 
     @property
     def step(self):
         """The last step that it has printed."""
-        steps = re.findall(r"^ *(\d+)/\d+ ", "".join(self.said["stdout"]), re.MULTILINE)
+        steps = re.findall(r"^ *(\d+)/\d+ ", self.text, re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
     @property
@@ -158,16 +154,8 @@ class Run:
         return self._process.returncode if in_time else None
 
     def end(self):
-        """Kill the rest of the run, and read the rest of its output."""
+        """Kill the rest of the run."""
         two_hosts.end(self._process)
-        for thread in self._threads:
-            thread.join(20)
-        for name in self.said:
-            getattr(self._process, name).close()
-
-    def _read(self, name):
-        for line in getattr(self._process, name):
-            self.said[name].append(line)
 
 
 def inflict(run, fault, pids):
@@ -219,7 +207,8 @@ def endure(directory, num_faults, seed):
     Raises:
         AssertionError: A run ended in another way than with a line that names the rank, or did not end.
     """
-    runs, config, series = [], crash_soak._config(directory), SERIES[seed % len(SERIES)]
+    runs, series = [], SERIES[seed % len(SERIES)]
+    config = write_config(write_data(directory / "small.h5"), directory)
     starts = [(*series.settings, *islands) for islands in series.starts]
     try:
         _inflict_all(runs, config, starts, num_faults, seed)
@@ -227,7 +216,7 @@ def endure(directory, num_faults, seed):
             runs[-1].wait_until(lambda: runs[-1].step)
             os.kill(runs[-1].ranks()[0], signal.SIGUSR1)
             assert runs[-1].finish() == 75, f"seed {seed}: {runs[-1].text}"
-        steps = crash_soak._last_step(directory / "run") + STEPS_LEFT
+        steps = last_step(directory / "run") + STEPS_LEFT
         one = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.dir", directory / "alone")
         islands = ("--islands.by", 1) if series.ranks_alone else ()
         alone = mpi_launch.start(series.ranks_alone, *one, *SETTINGS, *starts[0], *islands)

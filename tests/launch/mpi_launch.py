@@ -1,6 +1,7 @@
 """Real launches: mpiexec in a process group of its own, with a deadline, so that nothing stays behind."""
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -106,12 +107,15 @@ def finish(process, timeout_s=90):
 def kill_a_rank_when(process, condition, timeout_s=90):
     """Kill a rank of a launched `odc-mpi train` as soon as the condition holds; the launcher ends the others."""
     end = time.monotonic() + timeout_s
-    while not condition():
+    while not (ranks := _ranks_of(process)) or not condition():
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.01)
-    ranks = [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
-    os.kill(ranks[-1], signal.SIGKILL)
+    os.kill(random.choice(ranks), signal.SIGKILL)
     return finish(process)
+
+
+def _ranks_of(process):
+    return [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
 
 
 def script(folder, text):

@@ -1,6 +1,7 @@
 """A small data set and configuration for real launches, as fixtures."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from tiny_qwen2 import QWEN2
 
 from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.observe.metrics import read_metrics
 
 MODEL = QWEN2 | {"intermediate_size": 64}
 
@@ -43,6 +45,11 @@ def losses(run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
+
+
+def last_step(run_dir):
+    """The last complete line of metrics.jsonl; 0 if there is none."""
+    return max((line["step"] for line in read_metrics(run_dir, sys.maxsize)), default=0)
 
 
 def write_config(data, directory):

@@ -11,15 +11,18 @@ from odc_mpi.cli.options import attention_name
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.attention import IMPLEMENTATIONS
-from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
+from odc_mpi.models.configuration import ATTENTION_IMPLEMENTATIONS, unsupported_reason
 
 
 def test_supported_attention_is_implemented():
-    assert set(SUPPORTED) == IMPLEMENTATIONS.keys()
+    assert set(ATTENTION_IMPLEMENTATIONS) == IMPLEMENTATIONS.keys()
 
 
 def test_every_other_attention_of_transformers_is_refused_with_a_reason():
-    theirs = {*AttentionInterface(), "kernels-community/flash-attn2"} - {*SUPPORTED, *IMPLEMENTATIONS.values()}
+    theirs = {*AttentionInterface(), "kernels-community/flash-attn2"} - {
+        *ATTENTION_IMPLEMENTATIONS,
+        *IMPLEMENTATIONS.values(),
+    }
     assert {"flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"} <= theirs
     assert [name for name in theirs if not unsupported_reason(name)] == []
     assert unsupported_reason("fast") == unsupported_reason(None) == unsupported_reason(3) == ""

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import transformers
 
 from odc_mpi.models import build
-from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, task_of
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, task_of
 from odc_mpi.shard.optim import schedule_factor
 
 
@@ -24,6 +24,19 @@ def unsharded_model(meta_model, settings):
         for name, parameter in plain.named_parameters():
             parameter.copy_(meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape))
     return plain
+
+
+def with_adapters(model, weights, **lora):
+    """Add peft's own adapters to a model of transformers, with the initial values of a run."""
+    import peft  # takes a second
+
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                first = weights.read(name.removeprefix("base_model.model."), 0, parameter.numel())
+                parameter.copy_(first.view(parameter.shape))
+    return model
 
 
 def compute_loss(module, dataset, indices):

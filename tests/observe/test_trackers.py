@@ -13,7 +13,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.observe import trackers
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import METRICS, MetricsWriter
-from odc_mpi.observe.trackers import TRACKERS, TrackerCallback, metrics_by_tag, require_tracker_packages
+from odc_mpi.observe.trackers import TRACKERS, TrackerCallback, require_tracker_packages
 
 CONFIG = {"run.steps": 8, "model.path": None, "lora.target_modules": ["q_proj"]}
 
@@ -32,7 +32,7 @@ def train(run_dir, name, done, steps, scale):
         tracked.on_train_begin(done, {})
         for number in range(done + 1, steps + 1):
             metrics = {"step": number, "epoch": number / 2, "loss": scale * number, "grad_norm": None}
-            metrics |= {"step_s": 0.5, "skipped": False}
+            metrics |= {"step_s": 0.5, "skipped": False, "time": "2026-01-01T00:00:00+00:00"}
             metrics |= {"eval_loss": scale + number, "eval_s": float("nan")} if number % 2 == 0 else {}
             writer.write(metrics)
             tracked.on_step_end(Step(number, SimpleNamespace(), metrics))
@@ -82,18 +82,6 @@ def test_a_launcher_that_sets_local_rank_starts_no_torch_distributed():
     pytest.importorskip("accelerate")
     pytest.importorskip("tensorboard")
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
-
-
-def test_tags_are_those_of_transformers():
-    metrics = {"loss": 1.5, "learning_rate": 1e-3, "eval_loss": 3.0, "idle_fraction": 0.25, "epoch": 1}
-    assert metrics_by_tag(metrics) == {
-        "train/loss": 1.5,
-        "train/learning_rate": 1e-3,
-        "eval/loss": 3.0,
-        "train/idle_fraction": 0.25,
-        "train/epoch": 1.0,
-    }
-    assert metrics_by_tag({"grad_norm": None, "loss": float("inf"), "hosts": "a"}) == {}
 
 
 class Broken:

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from test_metrics import STEP
+from step_metrics import STEP
 
 from odc_mpi.cli import main as cli
 from odc_mpi.observe import watch

@@ -7,7 +7,7 @@ from tiny_qwen2 import SIZES
 
 from odc_mpi.data.tokenizer import train_tokenizer
 from odc_mpi.errors import UserError
-from odc_mpi.models.heads.task import ENDS_WITH_TURN
+from odc_mpi.models.heads import ENDS_WITH_TURN
 from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
 
 TEXTS = {"prompts": ["the sky is ", "a b "], "completions": ["blue", "c and d and e"]}

@@ -12,9 +12,11 @@ from torch import nn
 from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
@@ -22,7 +24,7 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 def one_unit(transport: RecordingTransport) -> tuple[Unit, UnshardedUnits]:
     layout = FlatLayout.build("u0", [ParameterSpec("a", (3,), True)], transport.group.size)
     transport.allocate([layout])
-    return Unit("u0", [layout], [0]), UnshardedUnits(transport)
+    return Unit("u0", [layout], [0]), UnshardedUnits(transport, 0, SpanRecorder(), TrafficCounter(transport))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -185,7 +184,8 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
     module = Uneven().double()
 
     def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(copy.deepcopy(module), transport, units=(nn.Sequential,), prefetch=prefetch)
+        options = {"units": (nn.Sequential,), "prefetch": prefetch, "activation_checkpointing": prefetch == 1}
+        model = ShardedModel(copy.deepcopy(module), transport, **options)
         model.cache_bytes = budgets
         optimizer = adamw(model.shard_parameters())
         layouts = transport.parameters.layouts
@@ -193,12 +193,16 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
         shards = sum(layout.shard_numel for layout in layouts) * ITEM_BYTES
         in_use = ITEM_BYTES * (layouts[0].numel + max(2, 1 + prefetch) * numels[-1])
         needs = model.cache_needs.maximum
+        assert model.usage.peak_parameter_bytes == shards
         for order in itertools.islice(itertools.permutations(range(len(sizes))), 0, 720, 45):
             with model.minibatch():
                 for part in (order, order[:3], order[::-1]):
                     squares(model, (INPUT, part)).backward()
             optimizer.step()
             model.publish()
+            model.state_dict()
+            with torch.no_grad():
+                model(INPUT, order[:3])
             granted = min(budgets.parameters, needs.parameters)
             assert model.usage.peak_parameter_bytes <= shards + in_use + granted
             granted = min(budgets.gradients, needs.gradients)
@@ -214,40 +218,30 @@ def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
 ) -> None:
     """Checking each tensor that a forward saves takes Python's time."""
     packed, pack = [], SavedTensorHooks._pack
-
-    def counted(*arguments: Any) -> Any:
-        packed.append(1)
-        return pack(*arguments)
-
-    monkeypatch.setattr(SavedTensorHooks, "_pack", counted)
+    monkeypatch.setattr(SavedTensorHooks, "_pack", lambda *arguments: (packed.append(1), pack(*arguments))[1])
     model = ShardedModel(Stack(NUM_LAYERS).double(), transport, units=(Layer,))
     model.cache_bytes = CacheBytes(staying * LAYER_BYTES)
     for _ in range(2):
-        seen = []
         with model.minibatch():
-            for _ in range(3):
+            for number in range(3):
                 packed.clear()
                 squares(model, (INPUT,)).backward()
-                seen.append(len(packed))
+                assert bool(packed) == (number == 0 or staying < NUM_LAYERS)
         model.publish()
-        assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
-
-
-def traffic_of(model: ShardedModel) -> tuple[Counter[str], Counter[str]]:
-    return model.traffic.fetched, model.traffic.pushed
 
 
 def test_bytes_by_node() -> None:
     class TwoNodes(RecordingTransport):
-        def is_on_this_node(self, rank: int) -> bool:
-            return rank // 2 == self.rank // 2
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.node_ranks = range(self.rank // 2 * 2, self.rank // 2 * 2 + 2)
 
     module = Stack(2).double()
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, module, PLENTY)
         train.step(2)
-        for moved in traffic_of(train.model):
+        for moved in (train.model.traffic.fetched, train.model.traffic.pushed):
             parts = [[0, 0], [0, 0]]
             for layout in transport.layouts:
                 for owner in set(range(4)) - {transport.rank}:
@@ -370,19 +364,22 @@ def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTrans
         pass
 
 
-def test_local_sums_that_overflow_are_known_to_all() -> None:
-    """Each gradient is finite, and the last one would bring the sum back; or the sums of two ranks are too much."""
+@pytest.mark.parametrize(
+    ("budgets", "finite"), [(CacheBytes(), (False, False, False, True)), (PLENTY, (False, True, False, True))]
+)
+def test_sums_that_may_overflow_are_known_to_all(budgets: CacheBytes, finite: tuple[bool, ...]) -> None:
+    """Each gradient is finite. The last one would bring a sum back, or the sums of two ranks are too much."""
     module = nn.Sequential(Layer()).float()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, PLENTY)
+        train = Train(transport, module, budgets)
         of_ranks = [((2e38, 2e38, -2e38), ()), ((1e38, -1e38), (1e38,)), ((1e38,), (1e38,)), ((1e30, -1e30), ())]
-        for factors, finite in zip(of_ranks, (False, True, False, True), strict=True):
+        for factors, expected in zip(of_ranks, finite, strict=True):
             with train.model.minibatch() as minibatch:
                 for factor in factors[transport.group.rank]:
                     weight = dict(train.model.module.named_modules())["0.linear"].bias
                     (weight * factor).sum().backward()
-            assert minibatch.finite is finite
+            assert minibatch.finite is expected
             train.model.publish()
 
     run_ranks(2, work, torch.float32, torch.float32)

@@ -3,8 +3,10 @@ import torch
 from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.gradients import GradientPusher
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
@@ -16,6 +18,10 @@ def make_unit(transport: RecordingTransport) -> Unit:
     )
     transport.allocate([layout])
     return Unit("u", [layout], [0])
+
+
+def make_pusher(transport: RecordingTransport, prefetch: int = 0) -> GradientPusher:
+    return GradientPusher(transport, prefetch, SpanRecorder(), TrafficCounter(transport))
 
 
 def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -35,7 +41,7 @@ def test_gradients_arrive_where_they_belong(size: int, names: list[str]) -> None
     gradients = [{name: torch.randn(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(size)]
 
     def work(transport: RecordingTransport) -> tuple[FlatLayout, torch.Tensor]:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
+        unit, pusher = make_unit(transport), make_pusher(transport)
         pusher.start()
         own = gradients[transport.group.rank]
         pusher.push(unit, list("abcde"), [own[name] if name in names else None for name in "abcde"])
@@ -58,7 +64,7 @@ def test_only_the_stretch_with_gradients_travels() -> None:
             return super().accumulate(index, gradient, start)
 
     def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
+        unit, pusher = make_unit(transport), make_pusher(transport)
         pusher.start()
         pusher.push(unit, list("abcde"), [None, torch.ones(40), torch.tensor(1.0), None, None])
         pusher.push(unit, ["d"], [torch.ones(2, 2, 3)])
@@ -76,7 +82,7 @@ def test_a_push_is_waited_for_before_its_memory_is_used_again(
     transport: LateTransport, prefetch: int, num_buffers: int
 ) -> None:
     """Also where the network reads the gradient late."""
-    unit, pusher = make_unit(transport), GradientPusher(transport, prefetch)
+    unit, pusher = make_unit(transport), make_pusher(transport, prefetch)
     transport.publish_parameters()
     pusher.start()
     for i in range(1, 6):

@@ -1,13 +1,10 @@
 """Simulated generation and training of one minibatch: figures by hand, and bounds."""
 
-import json
-
 import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.report.bench_report import describe
 from odc_mpi.simulate.rollouts import (
     BASELINE,
     BOUND,
@@ -53,18 +50,13 @@ def test_every_completion_is_trained_once():
     for minibatch in (SimulatedRollouts(SMALL, each) for each in SMALL.minibatches()):
         count = SMALL.num_groups * SMALL.completions
         assert len(minibatch.minibatch.lengths) == count
-        assert sorted(group for rank in range(3) for group in minibatch.assigned_groups(rank)) == list(
-            range(SMALL.num_groups)
-        )
-        shared = [i for g in range(SMALL.num_groups) for share in minibatch.shares(g) for own in share for i in own]
-        assert sorted(shared) == list(range(count))
-        assert all(len(minibatch.shares(g)) == SHARES for g in range(SMALL.num_groups))
-        for name in SCHEDULES[:-1]:
-            plan = minibatch.plan(name)
-            packs = [*(own for rank in plan.microbatches for own in rank), *plan.pool]
-            assert sorted(i for own in packs for i in own) == list(range(count)), name
-            most = SMALL.max_tokens
-            assert all(minibatch.minibatch.lengths[list(own)].sum() <= most for own in packs)
+        decoded = [group for ends in minibatch.assigned_decode_ends_s for _, group in ends]
+        assert sorted(decoded) == list(range(SMALL.num_groups))
+        shares = [minibatch.shares(g) for g in range(SMALL.num_groups)]
+        assert all(len(of_group) == SHARES for of_group in shares)
+        packs = [own for of_group in shares for share in of_group for own in share]
+        assert sorted(i for own in packs for i in own) == list(range(count))
+        assert all(minibatch.minibatch.lengths[list(own)].sum() <= SMALL.max_tokens for own in packs)
 
 
 def test_training_by_hand():
@@ -72,7 +64,6 @@ def test_training_by_hand():
     ends = {name: _simulate_schedule(minibatch, name).end_s for name in SCHEDULES}
     # Rank 0 trains its completions from 7 to 9. At 19 it takes one of the other two; rank 1 trains the last in 2 s.
     assert ends["window/on_demand"] == 21.0
-    assert ends["window/on_demand_own"] == 19.0 + 2 / 0.5
     assert ends["window/barrier"] == 19.0 + 2 / 0.5, "a microbatch of two for each"
 
 
@@ -82,7 +73,7 @@ def test_nothing_beats_the_bound_and_sharing_wins():
     speedup = outcome["speedup"]
     assert speedup[BASELINE] == 1.0 and speedup[BOUND] == max(speedup.values())
     assert speedup["window/on_demand"] > 1.13 and speedup["window/on_demand"] > 0.97 * speedup[BOUND]
-    assert speedup["window/on_demand_own"] < 1.0 < speedup["window/barrier"] < speedup["window/on_demand"]
+    assert 1.0 < speedup["window/barrier"] < speedup["window/on_demand"]
     assert outcome["idle_fraction"][BASELINE] == pytest.approx(0.14, abs=0.03)
     assert 0.4 < outcome["generation_fraction"] < 0.75
     for name, ranks in outcome["timeline"].items():
@@ -91,14 +82,8 @@ def test_nothing_beats_the_bound_and_sharing_wins():
             assert edges == sorted(edges) and edges[0] == 0.0, name
 
 
-def test_the_command_prints_an_object_and_a_table(capsys):
-    command = ["simulate", "--workload", "grpo", "--minibatches", "2", "--per-rank", "2"]
-    assert cli.main([*command, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["workload"] == "grpo" and said["scenario"]["lengths"] == "aime"
-    assert said["scenario"]["completions"] == 8 and set(said["speedup"]) == {*SCHEDULES, "bound"}
-    charts = describe(said).figures[0]
-    assert "completions" in charts.plot.title
-    assert cli.main(command) == 0
-    errors = capsys.readouterr().out
-    assert all(words in errors for words in (*SCHEDULES, "bound", "8 completions of each"))
+def test_the_command_prints_a_table(capsys):
+    assert cli.main(["simulate", "--workload", "grpo", "--minibatches", "2", "--per-rank", "2"]) == 0
+    printed = capsys.readouterr().out
+    for words in (*SCHEDULES, "bound", "8 completions of each", "lengths aime", "and the same completions"):
+        assert words in printed

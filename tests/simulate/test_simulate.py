@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
-from odc_mpi.data.plan.balance import Plan
-from odc_mpi.data.plan.chunks import SequenceSplit
+from odc_mpi.data.plan.balance import Plan, SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.errors import UserError
 from odc_mpi.simulate.events import (
+    SimulatedTiming,
     merge_intervals,
     simulate_collective,
     simulate_context_parallel,
@@ -53,51 +52,37 @@ def busy_s(found):
     return sum(ended - began for own in found.timeline for began, ended in own)
 
 
-def outline(found):
-    return found.end_s, busy_s(found)
-
-
-def test_lockstep_by_hand():
-    # Rounds: max(3, 1) + max(2, 4) + max(1, dummy 0.5).
-    assert outline(simulate_collective([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])) == (8.0, 11.0)
-    assert outline(simulate_collective([[1.0], [0.0]], [2.0, 2.0])) == (
-        2.0,
-        1.0,
-    )  # an empty one is run, and can be the slowest
-
-
-def test_drawn_by_hand():
-    # Rank 0: 5, then 2 more; rank 1: 3, 3, 1: both end at 7.
-    work = [5.0, 3.0, 3.0, 2.0, 1.0]
-    assert outline(simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k])) == (7.0, 14.0)
-    # Rank 1 is half as fast: 6, and rank 0: 5, 3 (8), 1 (9); rank 1: 6, 2 * 2 (10).
-    slower = simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k] * (1 + rank))
-    assert outline(slower) == (10.0, 5.0 + 6.0 + 3.0 + 4.0 + 1.0)
-
-
 def test_timelines_by_hand():
+    # In turns: max(3, 1) + max(2, 4) + max(1, dummy 0.5).
     found = simulate_collective([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])
-    assert found.timeline == [[(0.0, 3.0), (3.0, 5.0), (7.0, 8.0)], [(0.0, 1.0), (3.0, 7.0)]]
+    assert found == SimulatedTiming(8.0, [[(0.0, 3.0), (3.0, 5.0), (7.0, 8.0)], [(0.0, 1.0), (3.0, 7.0)]])
+    # An empty one is run, and can be the slowest.
+    assert simulate_collective([[1.0], [0.0]], [2.0, 2.0]) == SimulatedTiming(2.0, [[(0.0, 1.0)], []])
     found = simulate_static([[3.0, 0.0, 1.0], [1.0, 4.0], []])
-    assert found.timeline == [[(0.0, 3.0), (3.0, 4.0)], [(0.0, 1.0), (1.0, 5.0)], []]
-    assert outline(found) == (5.0, 9.0)
-    found = simulate_dynamic([0.0] * 3, [0.0] * 2, lambda rank, k: [5.0, 3.0, 1.0][k])
-    assert found.timeline == [[(0.0, 5.0)], [(0.0, 3.0), (3.0, 4.0)]]
+    assert found == SimulatedTiming(5.0, [[(0.0, 3.0), (3.0, 4.0)], [(0.0, 1.0), (1.0, 5.0)], []])
+    work = [5.0, 3.0, 3.0, 2.0, 1.0]
+    found = simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k])
+    assert found == SimulatedTiming(7.0, [[(0.0, 5.0), (5.0, 7.0)], [(0.0, 3.0), (3.0, 6.0), (6.0, 7.0)]])
+    # Rank 1 is half as fast.
+    found = simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k] * (1 + rank))
+    assert found == SimulatedTiming(10.0, [[(0.0, 5.0), (5.0, 8.0), (8.0, 9.0)], [(0.0, 6.0), (6.0, 10.0)]])
     assert merge_intervals([(0.0, 1.0), (1.4, 2.0), (2.5, 3.0)], gap_s=0.5) == [(0.0, 2.0), (2.5, 3.0)]
     assert merge_intervals([], gap_s=0.5) == []
 
 
-@pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, num_units=4, overhead_s=0.5)])
-def test_timelines_hold_all_work_of_the_first_minibatch(scenario):
+def test_timelines_hold_all_work_of_the_first_minibatch():
+    scenario = replace(NOISY, num_units=4, overhead_s=0.5)
     outcome = simulate(replace(scenario, num_minibatches=1))
-    assert set(outcome.timeline) == set(SCHEDULES)
-    for name, ranks in outcome.timeline.items():
+    assert set(outcome["timeline"]) == set(outcome["idle_per_rank"]) == set(SCHEDULES)
+    for name, ranks in outcome["timeline"].items():
         busy = sum(ended - began for own in ranks for began, ended in own)
-        assert busy == pytest.approx(
-            (1 - outcome.idle_fraction[name]) * scenario.ranks * outcome.step_s[name], rel=1e-3
-        )
-        assert max(own[-1][1] for own in ranks if own) <= outcome.step_s[name] * (1 + 1e-9)
-    assert simulate(replace(scenario, num_minibatches=2)).timeline == outcome.timeline
+        idle = outcome["idle_fraction"][name]
+        assert busy == pytest.approx((1 - idle) * scenario.ranks * outcome["step_s"][name], rel=1e-3)
+        assert max(own[-1][1] for own in ranks if own) <= outcome["step_s"][name] * (1 + 1e-9)
+        idle_of_ranks = outcome["idle_per_rank"][name]
+        assert len(idle_of_ranks) == scenario.ranks and min(idle_of_ranks) >= 0
+        assert np.mean(idle_of_ranks) == pytest.approx(idle, abs=1e-9)
+    assert simulate(replace(scenario, num_minibatches=2))["timeline"] == outcome["timeline"]
 
 
 def make_minibatch(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
@@ -147,12 +132,12 @@ def test_windows_never_lose_to_collectives_and_nothing_beats_the_floor(scenario)
 def test_outcomes_repeat_and_depend_on_the_seed():
     one, same, other = simulate(NOISY), simulate(NOISY), simulate(replace(NOISY, seed=1))
     assert one == same
-    assert one.speedup != other.speedup
-    assert one.speedup["collective/lb_micro"] == 1.0
-    assert set(one.speedup) == set(one.idle_fraction) == {*SCHEDULES, "floor", "even_share"}
-    assert all(0 <= idle < 1 for idle in one.idle_fraction.values())
-    assert one.as_json()["floor"] == max(one.speedup[name] for name in (*WHOLE, "floor"))
-    assert one.speedup["even_share"] == max(one.speedup.values())
+    assert one["speedup"] != other["speedup"]
+    assert one["speedup"]["collective/lb_micro"] == 1.0
+    assert set(one["speedup"]) == set(one["idle_fraction"]) == {*SCHEDULES, "floor", "even_share"}
+    assert all(0 <= idle < 1 for idle in one["idle_fraction"].values())
+    assert one["floor"] == max(one["speedup"][name] for name in (*WHOLE, "floor"))
+    assert one["speedup"]["even_share"] == max(one["speedup"].values())
 
 
 def test_islands_fetch_at_the_speed_of_a_node_and_exchange_at_that_of_the_link():
@@ -168,34 +153,19 @@ def test_islands_fetch_at_the_speed_of_a_node_and_exchange_at_that_of_the_link()
     inside = flat.in_island(minibatch)
     assert inside.communication_s == pytest.approx(2 * 0.5 + 1)
     result = simulate(replace(flat, num_minibatches=1))
-    assert set(result.speedup) == {*SCHEDULES, "islands/lb_mini", "islands/dynamic", "floor", "even_share"}
-    difference = result.step_s["window/lb_mini"] - result.step_s["islands/lb_mini"]
+    assert set(result["speedup"]) == {*SCHEDULES, "islands/lb_mini", "islands/dynamic", "floor", "even_share"}
+    difference = result["step_s"]["window/lb_mini"] - result["step_s"]["islands/lb_mini"]
     assert difference == pytest.approx(flat.communication_s - inside.communication_s - flat.exchange_s)
     # Once in five steps, a rank receives the other island's half of 500 million parameters, encoded.
     outer = replace(flat, num_minibatches=1, sync_every=5, wire="int8")
     assert outer.outer_exchange_s == pytest.approx(2.5e8 * (1 + 1 / 32) / 1e8 / 5)
     assert replace(outer, num_islands=4).outer_exchange_s == pytest.approx(6 * outer.outer_exchange_s)
     synced = simulate(outer)
-    assert synced.step_s.items() >= result.step_s.items()
-    difference = synced.step_s["outer/lb_mini"] - synced.step_s["islands/lb_mini"]
+    assert synced["step_s"].items() >= result["step_s"].items()
+    difference = synced["step_s"]["outer/lb_mini"] - synced["step_s"]["islands/lb_mini"]
     assert difference == pytest.approx(outer.outer_exchange_s - flat.exchange_s)
     free = replace(flat, fetch_gb_per_s=0.0, push_gb_per_s=0.0)
     assert free.in_island(minibatch).communication_s == pytest.approx(0.0, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_islands": 3}, "--islands: expected a divisor of 8 ranks, got 3"),
-        ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too"),
-        ({"sync_every": 5}, "--sync-every: expected --islands of 2 or more, got 1: set --islands, too"),
-        ({"num_islands": 2, "wire": "int8"}, "--wire: expected --sync-every of 1 or more with int8, got 0: set it"),
-        ({"num_islands": 2, "sync_every": 5, "wire": "int4"}, "--wire: expected float32 or .* or e3m0, got int4"),
-    ],
-)
-def test_options_of_islands_that_do_not_fit_together(options, message):
-    with pytest.raises(UserError, match=f"^{message}"):
-        Scenario(**options)
 
 
 def test_gain_of_a_cache():
@@ -221,8 +191,9 @@ def test_gain_of_a_cache():
         assert of_each == pytest.approx([12.0, 4 * 5.0, 4 * 4.0 + 0.75, 12.0 + 1.5])
     assert ends(kept, "collective", "lb_mini") == ends(slow, "collective", "lb_mini") == 20.0
     found = [simulate(replace(scenario, num_minibatches=3)) for scenario in (slow, half, kept)]
-    assert found[0].speedup["window/dynamic"] < found[1].speedup["window/dynamic"] < found[2].speedup["window/dynamic"]
-    assert all(max(outcome.speedup.values()) == outcome.speedup["even_share"] for outcome in found)
+    speedups = [outcome["speedup"]["window/dynamic"] for outcome in found]
+    assert speedups == sorted(speedups) and len(set(speedups)) == 3
+    assert all(max(outcome["speedup"].values()) == outcome["speedup"]["even_share"] for outcome in found)
 
 
 @pytest.mark.parametrize(("workload", "count"), [("sft", 16), ("grpo", 2)])
@@ -237,41 +208,21 @@ def test_the_command_prints_one_object_and_draws_the_default_number_of_minibatch
 def test_the_command_prints_tables(capsys):
     assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
     said = capsys.readouterr().out
-    words = (
-        "window/dynamic",
-        "window/split",
-        "even_share",
-        "it is the longest sequence",
-        "per rank are enough",
-    )
+    words = ("window/dynamic", "window/split", "even_share", "it is the longest sequence", "per rank are enough")
     assert [each for each in words if each not in said] == []
     assert max(map(len, said.splitlines())) < 120
-
-
-def test_idle_time_by_rank():
-    outcome = simulate(NOISY)
-    assert set(outcome.idle_per_rank) == set(SCHEDULES)
-    for name, ranks in outcome.idle_per_rank.items():
-        assert len(ranks) == NOISY.ranks and min(ranks) >= 0
-        assert np.mean(ranks) == pytest.approx(outcome.idle_fraction[name], abs=1e-9)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--ranks", "0"], ["--ranks: expected a number from 1 to"]),
-        (["--ranks", "many"], ["--ranks", "many"]),
-        (["--lengths", "longaling"], ["longaling", "longalign"]),
         (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
         (["--rank", "4"], ["--rank"]),
-        (["--overhead-s", "1e308"], ["--overhead-s", "1e+308"]),
-        (["--unit-bytes", "1000"], ["--unit-bytes", "--fetch-gb-per-s"]),
         (["--step-s", "1"], ["unknown argument --step-s"]),
         (["--completions", "4"], ["--completions", "--workload grpo"]),
         (["--workload", "grpo", "--completions", "0"], ["--completions: expected a number from 1"]),
-        (["--workload", "grpo", "--decode-step-s", "nan"], ["--decode-step-s"]),
         (["--workload", "grpo", "--per-rank", "100000", "--ranks", "50"], ["got 40000000", "--per-rank"]),
-        (["--workload", "rlhf"], ["--workload", "rlhf"]),
     ],
 )
 def test_user_errors_are_one_line(capsys, arguments, words):

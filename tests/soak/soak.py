@@ -11,13 +11,11 @@ On two hosts, by network namespaces:
 
     python tests/hosts/two_hosts.py --ranks-per-host 2,1 -- tests/soak/soak.py --minibatches 500
 
-A run by hand also prints the memory that the ranks hold after each fifth of the minibatches, and what is left
-in /dev/shm.
+A run by hand also prints what is left in /dev/shm, and then exits with code 1.
 """
 
 import argparse
 import functools
-import os
 import sys
 import threading
 import time
@@ -31,7 +29,6 @@ from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
-from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 
@@ -50,7 +47,6 @@ class Life:
 
     Attributes:
         num_checked: Sums that were compared.
-        num_sent: Segments of gradients that this rank sent to other ranks.
     """
 
     def __init__(self, world, seed, reduction, tickets):
@@ -59,7 +55,7 @@ class Life:
         rng = np.random.default_rng(seed)
         self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
         self.dtype = [torch.float32, torch.float64, torch.int64][rng.integers(3)]
-        self.num_checked = self.num_sent = 0
+        self.num_checked = 0
         self.balance = BALANCES[rng.integers(len(BALANCES))]
         # From a 64th of all gradients to more than is of use.
         mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
@@ -69,7 +65,7 @@ class Life:
             else AccumulateGradientStore
         )
         self.transport = window_transport(
-            world, torch.float32, self.dtype, zero_copy=bool(rng.integers(2)), reduction=self._keep(make)
+            world, torch.float32, self.dtype, zero_copy=bool(rng.integers(2)), reduction=make
         )
         self.has_thread = bool(rng.integers(2))
         specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
@@ -78,13 +74,6 @@ class Life:
             f"{reduction}, {mailbox_bytes if reduction == 'mailbox' else 0} bytes, {self.sizes}, "
             f"thread {self.has_thread}, microbatches: {self.balance}"
         )
-
-    def _keep(self, make):
-        def made(*arguments):
-            self.reduction = make(*arguments)
-            return self.reduction
-
-        return made
 
     @contextmanager
     def serving(self):
@@ -135,9 +124,6 @@ class Life:
         drawn = (push for microbatch in self.own(minibatch) for push in self.pushes(minibatch, microbatch))
         for index, start, values in drawn:
             gradient = torch.from_numpy(values).to(self.dtype)
-            shard_numel, rank = self.transport.parameters.layouts[index].shard_numel, self.world.rank
-            ranges = ranges_by_owner(shard_numel, rank, start, start + values.size)
-            self.num_sent += sum(owner != rank for owner, _, _ in ranges)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
             time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
             if len(on_the_way) > whims.integers(4):
@@ -176,7 +162,7 @@ class Life:
         self.transport.publish_parameters()
 
 
-def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox"), after_life=lambda life, num_done: None):
+def soak(world, num_minibatches, seed, reductions):
     """Run lives until there were enough minibatches, with the reductions by turns; return how many values were checked.
 
     Raises:
@@ -194,23 +180,8 @@ def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox"), aft
                 num_done += 1
         num_checked += life.num_checked
         life.transport.close()
-        after_life(life, num_done)
     tickets.close()
     return num_checked
-
-
-class Memory:
-    """Memory of this process, in MiB, after each fifth of the minibatches, and bytes sent after the first."""
-
-    def __init__(self, num_minibatches):
-        self.num_minibatches, self.num_sent, self.held = num_minibatches, 0, []
-
-    def look(self, life, num_done):
-        if self.held:
-            self.num_sent += life.num_sent
-        if 5 * num_done >= (len(self.held) + 1) * self.num_minibatches:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            self.held.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
 
 def main():
@@ -221,23 +192,19 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     reductions = (arguments.reduction,) if arguments.reduction else ("accumulate", "mailbox")
-    memory = Memory(arguments.minibatches)
     with World(timeout_s=120) as world:
         began = time.perf_counter()
         shared = set(Path("/dev/shm").iterdir())  # with what MPI itself made there
-        checked = soak(world, arguments.minibatches, arguments.seed, reductions, memory.look)
-        gathered = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared, memory))
+        checked = soak(world, arguments.minibatches, arguments.seed, reductions)
+        gathered = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared))
         if world.rank:
             return 0
-        left = set().union(*(files for _, files, _ in gathered))
+        left = set().union(*(files for _, files in gathered))
         print(
             f"soak: {arguments.minibatches} minibatches on {world.size} ranks of {world.num_nodes} nodes, seed "
-            f"{arguments.seed}, {' and '.join(reductions)}: {sum(checked for checked, *_ in gathered):,} sums exact, "
+            f"{arguments.seed}, {' and '.join(reductions)}: {sum(checked for checked, _ in gathered):,} sums exact, "
             f"{time.perf_counter() - began:.0f} s, {world.mpi_library}"
         )
-        for rank, (_, _, seen) in enumerate(gathered):
-            held = ", ".join(f"{held:.1f}" for held in seen.held)
-            print(f"  rank {rank}: {held} MiB; {seen.num_sent:,} pieces sent after the first")
         print(f"  left in /dev/shm: {', '.join(sorted(map(str, left))) or 'nothing'}")
         return int(bool(left))
 

@@ -1,11 +1,9 @@
 """Stores for models on a GPU whose shards are in device memory and are transferred through device windows.
 
-The windows are those of MPI (`comm.windows.device_window`), or memory that the ranks of a node map, which is copied
-without MPI (`comm.windows.mapped_device_window`).
+The windows (`comm.windows.device_window`) are those of MPI, or memory that the ranks of a node map, which is copied
+without MPI.
 
-This package copies no parameters or gradients through the host. A fetch reads from the owners' devices into a buffer on
-this rank's device, and a push sends from such a buffer. MPI and CUDA do not synchronize with each other, so the stores
-synchronize them:
+MPI and CUDA do not synchronize with each other, so the stores synchronize them:
 
     fetch                  wait for the kernels that read the buffer's old content; MPI_Get from the other owners,
                            overlapped with copies of mapped shards on a separate stream; flush. The stream that uses the
@@ -19,6 +17,7 @@ Each wait is for a single event, never for the whole device. Fetches and pushes 
 the waits overlap with computation.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -26,9 +25,10 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferDict, Device
+from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.transport import GradientStore
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import WindowFactory
+from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
@@ -36,12 +36,17 @@ from odc_mpi.runtime.world import World
 class DeviceParameters(WindowParameters):
     """Parameter store with its shards in device windows of `kind`. Fetches fill buffers on this rank's device."""
 
-    def __init__(self, world: World, dtype: torch.dtype, device: Device, kind: WindowFactory) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, device: Device, kind: Callable[..., Window]) -> None:
         super().__init__(world, dtype, kind)
         # Not from the torch allocator, because MPI may have to export it to another process or to a network card.
         self.buffers = BufferPool(device.empty_for_windows)
         self._device = device
         self._events = BufferDict[torch.cuda.Event]()
+
+    @override
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
+        super().plan(layouts)
+        return 0  # no host memory
 
     @override
     def record_event(self, buffer: torch.Tensor) -> None:
@@ -86,7 +91,6 @@ class DeviceParameters(WindowParameters):
         return copied
 
     def _copy_mapped(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event | None:
-        """Start copying the mapped shards of an array, and return the event of the last copy, if there is any."""
         data, event = buffer.view(torch.uint8), None
         for owner, start, stop in self.fetch_plan(index).mapped:
             event = self._device.copy(data[start:stop], self.mapped_bytes(index, owner)[: stop - start], wait_for)

@@ -7,9 +7,7 @@
     complete      make the sums over all islands available to the owners, and zero those of the island
     publish       each owner Puts its new parameters, the first time also frozen ones, into the shards of other islands
 
-The result is the same as with sharding over all ranks, up to the order of the sums. Whatever is cached within an
-island, a rank pushes the parts of its gradient shards that other islands own, and receives the parts of its parameter
-shards that they own, only once per minibatch.
+The result is the same as with sharding over all ranks, up to the order of the sums.
 """
 
 from collections import Counter
@@ -26,7 +24,7 @@ from typing_extensions import override
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
-from odc_mpi.comm.shard_storage import Exchange
+from odc_mpi.comm.transport import ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, messages
 from odc_mpi.comm.work import Work
@@ -34,16 +32,18 @@ from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
 
-class IslandExchange(Exchange):
+class IslandExchange(ShardStorage):
     """Component of a transport that exchanges gradients and parameters between islands.
 
-    `parameters` and `gradients` hold this rank's shards of the island's arrays. The ranks in this rank's column (see
-    `Islands`) hold the same shards, and each of them owns an equal part of every shard.
+    The ranks in this rank's column (see `Islands`) hold the same shards, and each owns an equal part of every shard.
 
     Args:
         parameters: The island's parameter store, in host memory.
         gradients: The island's gradient store, in host memory.
         sums: The column's gradient store, not yet allocated. Its shards receive the sums over all islands.
+
+    Attributes:
+        wait_s: Total time that this rank has spent in `flush` and `publish`, in seconds.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class IslandExchange(Exchange):
         sums: WindowGradientStore,
     ) -> None:
         self._islands, self._parameters, self._gradients, self._sums = islands, parameters, gradients, sums
+        self.wait_s = 0.0
         self._has_sent_frozen = False
         self._num_minibatches = 0
         # Indices of the arrays that this rank has not yet finished, and of those not yet pushed, in this minibatch.
@@ -78,17 +79,17 @@ class IslandExchange(Exchange):
         self._counters = Window(self._islands.island, len(self.layouts), torch.int64)
         self._counts = self._counters.tensor.numpy()
 
-    @override
     def parameter_shard(self, index: int) -> torch.Tensor:
+        """Return the parameters of array `index` that this rank owns, without copying them."""
         numel = self.layouts[index].shard_numel // self._islands.size
         return self._parameters.shard(index)[self._islands.index * numel :][:numel]
 
-    @override
     def gradient_shard(self, index: int) -> torch.Tensor:
+        """Return the gradients of these parameters, summed over all islands, without copying them."""
         return self._sums.shard(index)
 
-    @override
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
+        """Return the bytes of parameters received from, and of gradients pushed to, each rank of other islands."""
         received, pushed = Counter[int](), Counter[int]()
         for index in self.trainable_numels:
             for other, rank in enumerate(self._islands.column_ranks):
@@ -97,8 +98,11 @@ class IslandExchange(Exchange):
                     pushed[rank] += self._owned(index, other)[1] * self._sums.dtype.itemsize
         return received, pushed
 
-    @override
     def finish(self, indices: Iterable[int]) -> Work:
+        """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
+
+        Also pushes the arrays that all ranks in the island have finished to their owners. `flush` finishes the others.
+        """
         self._finish(self._unfinished.intersection(indices))
         return Work()
 
@@ -127,7 +131,6 @@ class IslandExchange(Exchange):
         self._unfinished, self._unpushed = set(self.trainable_numels), set(self.trainable_numels)
 
     def _finish(self, indices: set[int]) -> None:
-        """Complete the pushes of some arrays, announce this, and push the arrays that are now complete. One-sided."""
         if indices:
             first, last = min(indices), max(indices)
             increments = np.zeros(last + 1 - first, dtype=np.int64)
@@ -184,7 +187,6 @@ class IslandExchange(Exchange):
         self._sums.free()
 
     def _column_layout(self, layout: FlatLayout) -> FlatLayout:
-        """Return the layout of this rank's shard of an array, which is divided among the ranks in the column."""
         start, stop = layout.owned(self._islands.island.rank)
         numel, size = stop - start, self._islands.size
         return replace(layout, ranges=(), numel=numel, num_owners=size, shard_numel=layout.shard_numel // size)

@@ -1,27 +1,17 @@
-"""Window-based gradient stores: the base class, and the store that uses MPI_Accumulate.
+"""Base class of gradient stores in MPI windows, and the store that uses MPI_Accumulate."""
 
-    push       during a minibatch, start adding a gradient to its owners' shards. One-sided
-    flush      before ranks synchronize, complete all pushes of this rank at their targets. One-sided
-    complete   after all ranks have flushed and synchronized, make the sums available in the shards
-
-The store in `comm.reduce.mailbox` does not use MPI_Accumulate. There, the owners add the gradients.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import GradientStore
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.transport import GradientStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
-    HOST_WINDOW,
     Message,
     Window,
-    WindowFactory,
     as_mpi_buffer,
     deferred_flush,
     messages,
@@ -30,7 +20,7 @@ from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
-#: Maximum number of windows, and thus of ranks on a node that can add concurrently. More have not been measured.
+#: Maximum number of windows, and thus of ranks on a node that can add concurrently.
 MAX_WINDOWS = 4
 #: Maximum number of plans that a store caches. Few distinct ranges are pushed. A plan for 1000 owners takes 0.3 MB.
 MAX_PLANS = 256
@@ -55,14 +45,17 @@ class WindowGradientStore(GradientStore, ShardStorage):
 class AccumulateGradientStore(WindowGradientStore):
     """Gradient store that pushes into windows by MPI_Accumulate with MPI_SUM. The owners do not participate.
 
-    A rank's shards of all trainable arrays are contiguous in one window. Within a node, MPICH serializes all
+    `kind` creates the windows, as the constructor of `Window` would. They are in host memory if `on_host` is True. A
+    rank's shards of all trainable arrays are contiguous in one window. Within a node, MPICH serializes all
     MPI_Accumulate operations on a window, even those to different owners. With MPICH, the ranks are therefore spread
     across up to `MAX_WINDOWS` windows, which halves the time of two concurrent pushes of 16 MB.
     """
 
-    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
+    def __init__(
+        self, world: World, dtype: torch.dtype, kind: Callable[..., Window] = Window, *, on_host: bool = True
+    ) -> None:
         super().__init__(world, dtype)
-        self._kind = kind
+        self._kind, self._on_host = kind, on_host
         # Open MPI has one lock per target.
         self._num_windows = min(world.size, MAX_WINDOWS) if is_mpich(world.mpi_library) else 1
         self._windows: list[Window] = []
@@ -74,14 +67,13 @@ class AccumulateGradientStore(WindowGradientStore):
         numels = self.trainable_numels
         *starts, self._numel = accumulate(numels.values(), initial=0)
         self._starts = dict(zip(numels, starts, strict=True))
-        return self._numel * self.dtype.itemsize if self._kind.on_host else 0
+        return self._numel * self.dtype.itemsize if self._on_host else 0
 
     @override
     def allocate(self) -> None:
         for number in range(self._num_windows):
             numel = self._numel if number == self._window_of(self.world.rank) else 0
-            window = self._kind.create(self.world, numel, self.dtype, same_size=self._num_windows == 1)
-            self._windows.append(window)
+            self._windows.append(self._kind(self.world, numel, self.dtype, same_size=self._num_windows == 1))
 
     @override
     def mapped_memory(self) -> list[torch.Tensor]:
@@ -126,7 +118,6 @@ class AccumulateGradientStore(WindowGradientStore):
             self._windows.pop().free()
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> tuple[tuple[int, ...], dict[int, list[Message]]]:
-        """Return the owners of a range of elements, and the messages to them by window number."""
         by_window: dict[int, list[Message]] = {}
         ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, start, stop))
         for owner, begin, end in ranges:

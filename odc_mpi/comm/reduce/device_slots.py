@@ -1,9 +1,5 @@
 """Shards and mailbox slots on a device. Elements are in device memory, headers in host memory.
 
-    put     Put the elements into the window on the owner's device, or copy them there if this rank maps it
-    flush   complete the Puts or copies at the owner
-    add     on the owner, the device adds the elements in the order of the headers
-
 `add` returns after the device has finished, so no slot is overwritten while the device reads it. The caller of `put`
 must have waited for the kernels that compute the elements.
 """
@@ -18,8 +14,7 @@ from typing_extensions import override
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.kernels.native import Segment
 from odc_mpi.comm.reduce.slots import HostSlots, Slot
-from odc_mpi.comm.windows.device_window import DeviceWindow
-from odc_mpi.comm.windows.mapped_device_window import MappedDeviceWindow
+from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.rma import Memory, Window, as_mpi_buffer
 from odc_mpi.runtime.world import World
 

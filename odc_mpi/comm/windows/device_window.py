@@ -1,22 +1,33 @@
-"""MPI windows in device memory (`Win.Create`).
+"""Windows in device memory: MPI windows (`Win.Create`), and memory that the ranks of a node map with CUDA IPC.
 
 MPI does not allocate device memory. `Device.empty_for_windows` allocates it directly from CUDA, because memory from a
 pool may have no handle that other processes can open. Without one, MPI libraries copy through the host or fail.
 
-Which operations work on such a window, and whether they wait for their target, depends on the MPI library. Device
+Which operations work on a `DeviceWindow`, and whether they wait for their target, depends on the MPI library. Device
 windows are used where `odc-mpi doctor` has found that they work (`probe.device_probe`) or where the settings require
 them. A window orders only MPI operations, so `comm.device.device_stores` synchronizes windows with streams.
+
+MPI does not access a `MappedDeviceWindow`. A rank accesses the memory of other ranks by asynchronous copies on its
+device. Between directly connected GPUs, copy engines do this without the multiprocessors. Events order accesses within
+a rank, and MPI orders those of several ranks.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import Window, WindowFactory, as_mpi_buffer
+from odc_mpi.comm.windows.rma import Window, align_up, as_mpi_buffer
+from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.runtime.world import World
+
+#: Mapped allocations have a multiple of this size in bytes, because smaller ones may share a handle with others.
+GRANULARITY = 2 << 20
+#: Number of bytes that each rank writes in a test of mappings.
+_TEST_BYTES = 1 << 16
 
 
 class DeviceWindow(Window):
@@ -46,6 +57,102 @@ class DeviceWindow(Window):
         return [MPI.Win.Create(memory, dtype.itemsize, info, world.comm)], {world.rank: tensor}
 
 
-def device_windows(device: Device) -> WindowFactory:
-    """Return a factory for windows in the memory of `device`."""
-    return WindowFactory(partial(DeviceWindow, device=device), on_host=False)
+class MappedDeviceWindow:
+    """Zero-filled device memory of all ranks on a node, each with a shard, `[numel]` of `dtype`. Collective.
+
+    Implements the part of the interface of `Window` that needs no MPI access to the memory. Raises
+    `AllRanksUserError` on every rank if any rank has too little device memory, cannot import CuPy, or cannot map the
+    memory of another rank.
+
+    Attributes:
+        tensor: This rank's shard, `[numel]` of `dtype`.
+    """
+
+    def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device) -> None:
+        self._world, self._device = world, device
+        num_bytes = numel * dtype.itemsize
+        memory = world.run_on_all(lambda: device.empty_for_windows(align_up(max(1, num_bytes), GRANULARITY)))
+        memory.zero_()
+        device.record_event().synchronize()
+        handles = world.gather_objects(world.run_on_all(lambda: (device.export(memory), num_bytes)))
+        self._memory = memory
+        self._mapped: dict[int, torch.Tensor] = {world.rank: memory[:num_bytes]}
+        self.tensor = self._mapped[world.rank].view(dtype)
+        self._shards = {world.rank: self.tensor}
+        try:
+            world.run_on_all(lambda: self._map(handles))
+        except UserError:
+            self.free()
+            raise
+        self._shards |= {rank: mapped.view(dtype) for rank, mapped in self._mapped.items() if rank != world.rank}
+
+    def mapped_shard(self, target: int) -> torch.Tensor:
+        """Return a view of the shard of rank `target`."""
+        return self._shards[target]
+
+    def sync(self) -> None:
+        """Do nothing: events and MPI synchronize accesses."""
+
+    def free(self) -> None:
+        """Free the memory. Collective. All accesses of this rank to the window must have completed."""
+        self.tensor = torch.empty(0)
+        self._shards.clear()
+        for rank, mapped in self._mapped.items():
+            if rank != self._world.rank:
+                self._device.unmap(mapped)
+        self._mapped.clear()
+        # Memory that another rank maps must not be freed.
+        self._world.wait_collective(self._world.comm.Ibarrier(), "freeing a window on GPUs")
+        self._memory = torch.empty(0)
+
+    def _map(self, handles: list[tuple[bytes, int]]) -> None:
+        for rank, (handle, num_bytes) in enumerate(handles):
+            if rank != self._world.rank:
+                self._mapped[rank] = self._device.map(handle, num_bytes)
+
+
+def mapping_error(world: World, device: Device) -> str | None:
+    """Return the reason that prevents ranks from mapping each other's device memory, or None. Collective.
+
+    The result is the same on all ranks. Every rank writes to the memory of all ranks, then reads and checks it.
+    """
+    if world.num_nodes > 1:
+        return "ranks are on several nodes"
+    try:
+        window = MappedDeviceWindow(world, _TEST_BYTES * world.size, torch.uint8, device)
+    except UserError as error:
+        return str(error)
+    try:
+        world.run_on_all(lambda: _write(world, window, device))
+        world.run_on_all(lambda: _check(world, window, device))
+    except UserError as error:
+        return str(error)
+    finally:
+        window.free()
+    return None
+
+
+@contextmanager
+def _cuda_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(one_line_message(error)) from None
+
+
+@_cuda_errors()
+def _write(world: World, window: MappedDeviceWindow, device: Device) -> None:
+    own = torch.full((_TEST_BYTES,), world.rank + 1, dtype=torch.uint8, device=device.torch_device)
+    begin = _TEST_BYTES * world.rank
+    for target in range(world.size):
+        device.copy(window.mapped_shard(target)[begin : begin + _TEST_BYTES], own, device.record_event()).synchronize()
+
+
+@_cuda_errors()
+def _check(world: World, window: MappedDeviceWindow, device: Device) -> None:
+    expected = torch.arange(1, world.size + 1, dtype=torch.uint8).repeat_interleave(_TEST_BYTES)
+    for target in range(world.size):
+        received = torch.empty_like(window.tensor)
+        device.copy(received, window.mapped_shard(target), device.record_event()).synchronize()
+        if not torch.equal(received.cpu(), expected):
+            raise UserError(f"mapped GPU memory has wrong data (rank {world.rank} reading the memory of rank {target})")

@@ -1,7 +1,5 @@
 """Cache of parameters in memory shared by the ranks on a node. A node fetches each array once per publication.
 
-Frozen arrays do not change after their first publication, so a node fetches them only once after it.
-
 Each array has a word in shared memory: the parameter version, the fetching rank, and whether its fetch is complete.
 
     claim    the first rank that needs an array sets its word by compare-and-swap and fetches the array
@@ -9,16 +7,14 @@ Each array has a word in shared memory: the parameter version, the fetching rank
     publish  each publication increments the version on every rank; a word with an earlier version counts as unclaimed.
              For frozen arrays, the version stays that of the first publication
 
-Ranks need no other coordination, because parameters do not change between publications.
-
 Note: no stale read
     A rank overwrites an array only after claiming it for the current version, and thus after a barrier that ranks enter
     only once they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
 
 Note: no deadlock
-    A rank that holds a claim is fetching a unit: it claims arrays in the unit, starts their transfers, and completes
-    all arrays in the unit in an order that is the same on all ranks. Consider the first array in this order for which a
-    rank waits. The rank that has claimed it waits only for its own transfer, not for another rank on the node.
+    A rank claims the arrays of a unit, starts their transfers, and completes them in an order that is the same on all
+    ranks. Consider the first array in this order for which a rank waits. The rank that has claimed it waits only for
+    its own transfer, not for another rank on the node.
 """
 
 from collections.abc import Sequence
@@ -29,11 +25,9 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Access, ParameterStore
+from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import align_up
-from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.comm.windows.rma import SharedWindow, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
 
@@ -44,16 +38,18 @@ _FIRST_PUBLICATION = 2
 class NodeCache(ShardStorage, ParameterStore):
     """Parameter store that uses the store `inner` to fetch arrays into memory shared by the ranks on a node.
 
-    A fetch returns a view of this memory. The transport allocates and frees `inner`, which must be one of its storages.
+    A fetch returns a view of this memory. `inner` must be one of the transport's storages.
     """
 
     access = Access.NODE
+    #: Size in bytes of this rank's share of the cache, once it is planned.
+    rank_bytes = 0
 
     def __init__(self, inner: WindowParameters) -> None:
         super().__init__(inner.dtype)
         self._inner, self._world = inner, inner.world
         self._arrays: list[torch.Tensor] = []
-        self._rank_bytes, self._version = 0, 1
+        self._version = 1
         self._shared_fetches: list[int] = []
 
     @override
@@ -61,13 +57,13 @@ class NodeCache(ShardStorage, ParameterStore):
         super().plan(layouts)
         sizes = (x.num_owners * x.shard_numel * self.dtype_of(index).itemsize for index, x in enumerate(layouts))
         *self._starts, num_bytes = accumulate(sizes, initial=0)
-        self._rank_bytes = align_up(-(-num_bytes // self._world.local_size))
-        return self._rank_bytes + torch.int64.itemsize * len(layouts)
+        self.rank_bytes = align_up(-(-num_bytes // self._world.local_size))
+        return self.rank_bytes + torch.int64.itemsize * len(layouts)
 
     @override
     def allocate(self) -> None:
         self._node = self._world.split("node")
-        self._memory = SharedWindow(self._node, self._rank_bytes, torch.uint8)
+        self._memory = SharedWindow(self._node, self.rank_bytes, torch.uint8)
         self._words = SharedWindow(self._node, len(self.layouts), torch.int64)
         # Only the words of rank 0 on the node are used.
         self._state = self._words.node_view(0, torch.int64, len(self.layouts)).numpy()
@@ -98,11 +94,6 @@ class NodeCache(ShardStorage, ParameterStore):
         return self._inner.shard(index)
 
     @override
-    @property
-    def node_cache_bytes(self) -> int:
-        return self._rank_bytes
-
-    @override
     def acquire_buffer(self, index: int) -> torch.Tensor:
         return self._arrays[index][:]
 
@@ -119,8 +110,8 @@ class NodeCache(ShardStorage, ParameterStore):
         self._shared_fetches.append(index)
         return Work(partial(self._wait, index))
 
-    @override
     def take_shared_fetches(self) -> list[int]:
+        """Return the array index of each fetch since the last call that the cache served without a transfer."""
         taken, self._shared_fetches = self._shared_fetches, []
         return taken
 

@@ -4,10 +4,10 @@ If all ranks are on one node and map each other's shards, the node's memory hold
 a fetch returns a view. Otherwise, each rank's memory holds its shards one after another. A fetch then starts an MPI_Get
 for each shard that this rank does not map, copies the mapped shards in the meantime, and flushes the window. Arrays of
 equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight, of which there is usually
-one, since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
+one, since a single thread prefetches (`shard.prefetch`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -16,19 +16,17 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import copy_host
-from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import Access, ParameterStore
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
     CAN_DETACH_STORAGE,
     Message,
+    SharedWindow,
     Window,
-    WindowFactory,
     as_mpi_buffer,
     deferred_flush,
     messages,
 )
-from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
@@ -51,12 +49,12 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameter store with its shards in an MPI window created by `kind`.
+    """Parameter store with its shards in an MPI window, which `kind` creates as the constructor of `Window` would.
 
     A fetch returns a view if all ranks are on one node and map each other's shards, and a copy otherwise.
     """
 
-    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, kind: Callable[..., Window] = SharedWindow) -> None:
         super().__init__(dtype)
         self.world = world
         self._kind = kind
@@ -71,11 +69,11 @@ class WindowParameters(ShardStorage, ParameterStore):
         super().plan(layouts)
         sizes = (layout.shard_numel * self.dtype_of(index).itemsize for index, layout in enumerate(layouts))
         *self._starts, num_bytes = accumulate(sizes, initial=0)
-        return num_bytes if self._kind.on_host else 0
+        return num_bytes
 
     @override
     def allocate(self) -> None:
-        self._window: Window = self._kind.create(self.world, self.shard_bytes, torch.uint8)
+        self._window = self._kind(self.world, self.shard_bytes, torch.uint8)
         arrays = [(start, self.dtype_of(i), self.layouts[i].shard_numel) for i, start in enumerate(self._starts)]
         if isinstance(self._window, SharedWindow) and self.world.num_nodes == 1:
             # In the node's memory, the shards of an array are contiguous.
@@ -107,10 +105,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         return deferred_flush(self.world, window.flush, what, owners, buffer)
 
     def mapped_bytes(self, index: int, owner: int) -> torch.Tensor:
-        """Return memory of rank `owner` that this rank maps, uint8, from the beginning of its shard of array `index`.
-
-        Other shards of this rank follow. Nothing is copied.
-        """
+        """Return the mapped memory of rank `owner` as uint8, from the beginning of its shard of array `index` on."""
         memory = self._window.mapped_shard(owner)
         assert memory is not None
         return memory[self._starts[index] :]

@@ -8,11 +8,11 @@
 | `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token            |
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
 | `report`             | uint8  | [num_bytes]  | counts of `prepare` as JSON                                           |
+| `tokenizer/NAME`     | uint8  | [num_bytes]  | each file of the tokenizer                                            |
 
 In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected answer, and there is
 another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is never predicted, so
-it does not contribute to the loss. The group `tokenizer` contains the tokenizer's files as datasets of bytes, uint8
-[num_bytes].
+it does not contribute to the loss.
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for
@@ -23,6 +23,4 @@ are written last, so a file without attributes is unfinished.
 Every chunk has an HDF5 Fletcher-32 checksum, and all metadata have checksums (`libver="v110"`; text attributes have a
 fixed length of at most 4 KiB, because HDF5 stores others without checksums). These checksums detect changes to stored
 data, while `checksums` and `content` also detect data that was exchanged, moved or never written.
-
-Any number of ranks may have a file open for reading at the same time.
 """

@@ -1,9 +1,12 @@
 """Reader for data sets, which verifies all data that it reads."""
 
 import hashlib
+import json
 import operator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import h5py
 import numpy as np
@@ -11,6 +14,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import (
     FORMAT,
+    REPORT,
     TOKENIZER_GROUP,
     TYPES,
     VERSION,
@@ -26,6 +30,7 @@ from odc_mpi.data.dataset.format import (
 from odc_mpi.errors import UserError, one_line_message
 
 _CHECKSUM_BYTES = 4  # of HDF5, at the end of each chunk
+_MAX_NUMBERS = 3  # of damaged sequences in a message
 
 
 class Dataset(AbstractContextManager["Dataset"]):
@@ -54,7 +59,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             with hdf5_errors(self.path, "the file"):
                 _check_format(self._file, self.path)
                 for name, dtype in TYPES.items():
-                    check_storage(self._file, name, self.path, dtype)
+                    _check_storage(self._file, name, self.path, dtype)
                 self._read_index()
         except BaseException:
             self.close()
@@ -66,36 +71,20 @@ class Dataset(AbstractContextManager["Dataset"]):
         self._offsets: npt.NDArray[np.int64] = file["offsets"][:]
         trained: npt.NDArray[np.int32] = file["num_trained_tokens"][:]
         self._checksums: npt.NDArray[np.uint32] = file["checksums"][:]
-        pairs = self._read_pairs()
+        fields = PairCounts._fields if any(name in file for name in PairCounts._fields) else ()
+        pairs = [_check_storage(file, name, self.path, np.int32)[:] for name in fields]
         self._content = read_text(file.attrs, "content")
         self.vocab_size, self.max_token_id = read_size(file.attrs, "vocab_size"), read_size(file.attrs, "max_token_id")
         self.vocabulary = read_text(file.attrs, "vocabulary")
-        if not len(trained):
-            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
-        if len(self._offsets) != len(trained) + 1 or len(self._checksums) != len(trained):
-            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens and checksums differ in length")
-        self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
-        self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
-        num_tokens = len(self._tokens)
-        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or (self.lengths < 2).any():
-            raise DamagedDatasetError(self.path, "the offsets do not match the tokens")
-        if len(self._loss_mask) != num_tokens:
-            raise DamagedDatasetError(self.path, "tokens and loss_mask differ in length")
-        if ((trained < 1) | (trained >= self.lengths)).any():
-            raise DamagedDatasetError(self.path, "the numbers of loss tokens do not match the lengths")
         if content_digest(self._offsets, trained, self._checksums, *pairs) != self._content:
             raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or pairs were changed")
+        if not len(trained):
+            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
+        if not len(self._tokens) == len(self._loss_mask) == self._offsets[-1]:
+            raise DamagedDatasetError(self.path, "offsets, tokens and loss_mask do not match")
+        self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
+        self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
         self.pair_counts: npt.NDArray[np.int64] | None = np.stack(pairs, 1).astype(np.int64) if pairs else None
-        if self.pair_counts is not None and (
-            (self.pair_counts < 1).any() or (self.pair_counts[:, :2].sum(1) >= self.lengths).any()
-        ):
-            raise DamagedDatasetError(self.path, "the parts of pairs do not match the lengths")
-
-    def _read_pairs(self) -> list[npt.NDArray[np.int32]]:
-        """Return the datasets of `PairCounts`, or an empty list if the sequences are not pairs."""
-        if not any(name in self._file for name in PairCounts._fields):
-            return []
-        return [check_storage(self._file, name, self.path, np.int32)[:] for name in PairCounts._fields]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -131,14 +120,11 @@ class Dataset(AbstractContextManager["Dataset"]):
         return int(np.maximum(prompt + chosen, self.lengths - chosen).max())
 
     def digest(self) -> str:
-        """Return a digest of the data. Ranks with equal digests compute the same plans and train on the same data.
-
-        The digest covers the checksums of all sequences, so this method does not read the tokens.
-        """
+        """Return a digest of the data, computed from the checksums of all sequences without reading the tokens."""
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file. May be called repeatedly. Attributes remain usable, but sequences can no longer be read."""
+        """Close the file, also repeatedly. Attributes remain usable, but sequences can no longer be read."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -157,8 +143,7 @@ def is_dataset(path: Path) -> bool:
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files in a data set, keyed by file name.
 
-    The result is empty if `path` is not a data set, or if it contains no tokenizer. Raises a `DamagedDatasetError` if a
-    file is damaged.
+    The result is empty if `path` is not a data set or has no tokenizer. Raises a `DamagedDatasetError` for damage.
     """
     if not is_dataset(path):
         return {}
@@ -166,7 +151,59 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
         if TOKENIZER_GROUP not in file:
             return {}
         names = [f"{TOKENIZER_GROUP}/{name}" for name in file[TOKENIZER_GROUP]]
-        return {Path(name).name: check_storage(file, name, path, np.uint8)[:].tobytes() for name in names}
+        return {Path(name).name: _check_storage(file, name, path, np.uint8)[:].tobytes() for name in names}
+
+
+def verify_dataset(path: Path) -> str:
+    """Read and verify the complete contents of a data set, and return a line of text that describes it.
+
+    Raises a `UserError` if the file is not a data set or is damaged. The message names the first damaged sequences.
+    """
+    with Dataset(path) as dataset:
+        damaged: dict[int, DamagedDatasetError] = {}
+        for i in range(len(dataset)):
+            try:
+                dataset[i]
+            except DamagedDatasetError as error:
+                damaged[i] = error
+        if damaged:
+            first = ", ".join(map(str, list(damaged)[:_MAX_NUMBERS]))
+            raise DamagedDatasetError(path, f"{len(damaged)} of {len(dataset)} sequences, the first: {first}")
+        with hdf5_errors(path, "the attributes or the report"), h5py.File(path, "r", locking=False) as file:
+            dict(file.attrs)
+            if REPORT in file:
+                _check_storage(file, REPORT, path, np.uint8)[:]
+        files = read_tokenizer_files(path)
+        tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
+        unit = "sequences" if dataset.pair_counts is None else "pairs"
+        return f"{path}: {len(dataset):,} {unit}, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
+
+
+def read_origin(path: Path) -> str:
+    """Return the digest of the origins of a data set's sources, or "" if it is missing or the file is damaged."""
+    try:
+        with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
+            return read_text(file.attrs, "sources")
+    except UserError:
+        return ""
+
+
+def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
+    """Verify the data sets written by one call to `prepare`, and return the counts stored in them, keyed by name.
+
+    The result is None if a data set is missing or damaged, has another attribute `request`, or is from another call.
+    """
+    reports = set()
+    for path in paths:
+        try:
+            with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
+                if read_text(file.attrs, "request") != request:
+                    return None
+                reports.add(_check_storage(file, REPORT, path, np.uint8)[:].tobytes())
+            verify_dataset(path)
+        except UserError:
+            return None
+    return json.loads(reports.pop()) if len(reports) == 1 else None
 
 
 def _open(path: Path) -> h5py.File:
@@ -199,11 +236,11 @@ def _check_format(file: h5py.File, path: Path) -> None:
         )
 
 
-def check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
+def _check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
     """Return an HDF5 dataset. Raises a `DamagedDatasetError` unless it is a vector of `dtype` with valid storage.
 
-    It must be stored completely, in this file, and with checksums, since HDF5 would otherwise follow links and external
-    or virtual storage to any file, and read missing storage as zeros.
+    It must be stored completely, in this file, and with checksums. HDF5 itself would follow links and external or
+    virtual storage to any file, and read missing storage as zeros.
     """
     parents = [str(parent) for parent in PurePosixPath(name).parents][:-1]
     if any(not isinstance(file.get(part, getlink=True), h5py.HardLink) for part in (*reversed(parents), name)):

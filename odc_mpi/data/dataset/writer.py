@@ -28,10 +28,11 @@ _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
 class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
-    If an exception leaves the `with` body, the file remains unfinished, and `Dataset` rejects it. Leaving the body
-    raises an `OSError` if the file could not be written, for example because the disk is full. The attributes
-    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, not counting the first token of each sequence),
-    `longest` (maximum number of tokens in a sequence) and `max_token_id` describe the sequences appended so far.
+    If an exception leaves the `with` body, `Dataset` rejects the unfinished file. Leaving the body raises an `OSError`
+    if the file could not be written, for example because the disk is full. The attributes `num_sequences`,
+    `num_tokens`, `num_trained_tokens` (loss tokens, not counting the first token of each sequence), `num_prompt_tokens`
+    (in pairs), `longest` (maximum number of tokens in a sequence) and `max_token_id` describe the sequences appended so
+    far.
     """
 
     def __init__(
@@ -46,14 +47,11 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     ) -> None:
         """Create the file, which must not exist yet.
 
-        Args:
-            vocab_size: Number of tokens in the tokenizer's vocabulary.
-            tokenizer: Name of the tokenizer, for display.
-            source: Name of the text's source, for display.
-            vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
-            tokenizer_files: Contents of the tokenizer's files, keyed by file name; None to store no tokenizer.
+        `tokenizer` and `source` are names for display. `vocabulary` is the `vocabulary_digest` of the tokenizer, or
+        empty if unknown. `tokenizer_files` contains the contents of the tokenizer's files to store, keyed by file name.
         """
-        self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
+        self.num_sequences = self.num_tokens = self.num_trained_tokens = self.num_prompt_tokens = 0
+        self.longest = self.max_token_id = 0
         self._attributes: dict[str, int | str] = {}
         self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
         self._stack = ExitStack()
@@ -77,12 +75,9 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     def append(
         self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
     ) -> None:
-        """Append a sequence. At least one token after the first must be a loss token.
+        """Append a sequence: its tokens, uint32 [length], and loss mask, bool [length]. Either all are pairs, or none.
 
-        Args:
-            tokens: Tokens of the sequence, uint32 [length].
-            loss_mask: True for each loss token, bool [length].
-            pair: Numbers of tokens in the parts of a pair, or None. Either all sequences must be pairs, or none.
+        At least one token after the first must be a loss token.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
@@ -93,6 +88,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self.num_sequences += 1
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
+        self.num_prompt_tokens += pair.num_prompt_tokens if pair else 0
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)

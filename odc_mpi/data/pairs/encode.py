@@ -68,14 +68,10 @@ class EncodedPair(Encoded):
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
     """Tokenize pairs, and return, for each pair, a list that contains one `EncodedPair`.
 
-    Each answer is tokenized together with its prompt, as in `encode`. The prompt of the pair consists of the tokens
-    with which both sequences begin, up to the first loss token of either sequence. Texts without a prompt have loss
-    from the beginning, so their prompt extends to the first difference instead. Each answer has at least one token.
-
-    Raises:
-        UserError: As in `encode`.
-        InvalidRecordError: As in `encode`, or if the chat template requires one sequence per turn, or if the two
-            sequences are equal or begin with different tokens.
+    Each answer is tokenized together with its prompt. The prompt of the pair consists of the tokens with which both
+    sequences begin, up to the first loss token of either sequence, or for texts without a prompt up to the first
+    difference. Each answer has at least one token. Raises the errors of `encode`, and an `InvalidRecordError` if the
+    chat template requires one sequence per turn, or the two sequences are equal or begin with different tokens.
     """
     sides = encode(tokenizer, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
     return [

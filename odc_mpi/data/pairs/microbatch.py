@@ -12,7 +12,7 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 @dataclass(frozen=True, kw_only=True)
 class PairMicrobatch(Microbatch):
-    """A microbatch of pairs. `inputs` contains no labels, and `indices` contains the data set indices of the pairs.
+    """A microbatch of pairs.
 
     Each pair is packed as two sequences: the prompt with the chosen answer, followed by the rejected answer, which
     shares the prompt (see `packed_inputs`). The last token of the prompt predicts the first token of each answer.
@@ -26,7 +26,7 @@ class PairMicrobatch(Microbatch):
 
 
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
-    """Read the pairs with the given indices, int64 [num_pairs], as a microbatch. At least one index is required."""
+    """Read the pairs with the given indices, int64 [num_pairs], num_pairs > 0, as a microbatch."""
     assert dataset.pair_counts is not None
     rows, lengths, prompts, logit_positions, targets, begin = [], [], [], [], [], 0
     for index in indices:
@@ -56,9 +56,9 @@ def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobat
 def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
     """Return a microbatch of one pair as two padded rows: each answer follows its own copy of the prompt.
 
-    The rows are for causal models whose attention does not support a prompt that two answers share. In the result,
-    `inputs` contains only `input_ids`, int64 `[2, length]`, and `use_cache`. `logit_positions` are indices into the
-    flattened rows. Padding is at the end and needs no mask, because in a causal model no token depends on later tokens.
+    The rows are for causal models whose attention does not support a shared prompt. In the result, `inputs` contains
+    only `input_ids`, int64 `[2, length]`, and `use_cache`. `logit_positions` are indices into the flattened rows. In a
+    causal model, the padding at the end needs no mask.
     """
     tokens = microbatch.inputs["input_ids"][0]
     bounds, key_bounds = (microbatch.inputs[f"cu_seq_lens_{name}"].tolist() for name in "qk")

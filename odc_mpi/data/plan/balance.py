@@ -1,12 +1,7 @@
 """Balance strategies: functions that assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-    local_sort   does not balance (for comparison)
-    lb_micro     same number of microbatches on all ranks, k-th microbatches of about equal cost (for collectives)
-    lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
-    dynamic      idle ranks claim microbatches at run time (for windows)
-
-All strategies have the signature `BalanceStrategy`. Every rank computes the same plan, because plans depend only on
-values that are equal on all ranks, and ties are broken by index.
+Every rank computes the same plan, because plans depend only on values that are equal on all ranks, and ties are broken
+by index.
 """
 
 import math
@@ -16,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, first_fit, partition, partition_evenly
@@ -24,13 +18,30 @@ from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
-#: Function that plans a minibatch, given
-#:     the length in tokens of each of its sequences, int64 [n],
-#:     the number of ranks, which may exceed the number of sequences,
-#:     the maximum number of tokens in a microbatch,
-#:     the cost model.
-#: Raises a `UserError` if a sequence is too long.
+#: Function that forms microbatches, given the sequence lengths, the maximum number of tokens and a cost model.
+Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
+#: Function that plans a minibatch, given the lengths of its sequences in tokens, int64 [n], the number of ranks, the
+#: maximum number of tokens in a microbatch, and the cost model. Raises a `UserError` if a sequence is too long.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
+
+
+#: Number of sequences per rank that `rank_independent_packing` assumes.
+SEQUENCES_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """A sequence that is split into chunks on different ranks. Chunk `i` contains the tokens `bounds[i]:bounds[i + 1]`.
+
+    Attributes:
+        position: Position of the sequence in the minibatch.
+        bounds: Bounds of the chunks in tokens, [num_chunks + 1], increasing from 0 to the length of the sequence.
+        ranks: Rank of each chunk, [num_chunks]. No rank occurs twice.
+    """
+
+    position: int
+    bounds: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,14 +50,13 @@ class Plan:
 
     Attributes:
         microbatches: Microbatches of each rank, in the order in which they run. Each microbatch is a tuple of the
-            positions of its sequences in the minibatch. Ranks may have different numbers of microbatches, or none.
-            Empty microbatches are skipped, or replaced by dummy microbatches if ranks synchronize in each microbatch.
-        pool: Microbatches that are not assigned to a rank. Idle ranks claim them in this order. None of them is empty.
-            With several islands, it contains the microbatches of all islands, and ranks claim from `pool_of`.
-        splits: Sequences that are not in any microbatch, but are split into chunks on several ranks. Each rank runs its
-            chunks in this order, before its microbatches. See `data.plan.context_parallel`.
+            positions of its sequences in the minibatch. Empty microbatches are skipped, or replaced by dummy
+            microbatches if ranks synchronize in each microbatch.
+        pool: Microbatches, none of them empty, that idle ranks claim in this order (see `pool_of`).
+        splits: Sequences that are split into chunks on several ranks. Each rank runs its chunks in this order, before
+            its microbatches. See `data.plan.context_parallel`.
         islands: Positions of the sequences of each island, ascending; empty if there is one island. The islands have
-            equal numbers of consecutive ranks. See `data.plan.islands`.
+            equal numbers of consecutive ranks. See `plan_islands`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
@@ -55,7 +65,7 @@ class Plan:
     islands: tuple[SequenceIndices, ...] = ()
 
     def island_of(self, rank: int) -> int:
-        """Return the number of the island that contains `rank`."""
+        """Return the island that contains `rank`."""
         return rank * len(self.islands) // len(self.microbatches) if self.islands else 0
 
     def pool_of(self, rank: int) -> tuple[SequenceIndices, ...]:
@@ -69,8 +79,8 @@ class Plan:
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Sort the sequences by decreasing length, and assign them to ranks round-robin, one sequence per microbatch.
 
-    This is LocalSort from ODC (arXiv 2601.19362), adopted from LongAlign (arXiv 2401.18058). It does not balance the
-    ranks, but memory usage peaks in the first microbatch. `cost` is not used.
+    This is LocalSort from ODC (arXiv 2601.19362), adopted from LongAlign (arXiv 2401.18058). Ranks are not balanced.
+    `cost` is not used.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
@@ -82,12 +92,11 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Assign the same number of microbatches to all ranks, such that their k-th microbatches have about equal costs.
 
-    This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl. It is meant for collectives, with which
-    all ranks run their k-th microbatches together and wait for the costliest. Sequences are first divided among the
-    ranks (`partition_evenly`), then among the microbatches of each rank. The number of microbatches is that of the rank
-    that needs the most when its sequences are packed by first-fit decreasing. Each rank runs its microbatches in order
-    of decreasing cost. Ranks with fewer sequences end with empty microbatches. If microbatches of equal cost would
-    exceed `max_tokens`, verl adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
+    This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl, for training with collectives.
+    Sequences are first divided among the ranks (`partition_evenly`), then among the microbatches of each rank, which
+    run in order of decreasing cost, empty ones last. The number of microbatches is that of the rank that needs the most
+    when its sequences are packed by first-fit decreasing. If microbatches of equal cost would exceed `max_tokens`, verl
+    adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -102,10 +111,9 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> P
 def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Assign about the same total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
-    This is LB-Mini from ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
-    synchronize between microbatches. Sequences are divided among the ranks with the largest differencing method
-    (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing cost, so
-    that memory usage peaks early and all ranks end at about the same time.
+    This is LB-Mini from ODC (arXiv 2601.19362). Sequences are divided among the ranks with the largest differencing
+    method (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing
+    cost, so that memory usage peaks early.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -117,8 +125,7 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     """Pack the sequences into microbatches that idle ranks claim from `Plan.pool`, costliest first.
 
     This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
-    A rank that is slow, or whose microbatches take longer than estimated, claims fewer microbatches. See
-    `data.plan.dynamic_packing`.
+    See `data.plan.dynamic_packing`.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -131,6 +138,85 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
     "lb_mini": lb_mini,
     "dynamic": dynamic,
 }
+
+
+def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    if not len(lengths):
+        return ()
+    size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+    return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
+
+
+def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
+    """Return a balance strategy whose microbatches are the same for any number of ranks.
+
+    The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, packing depends
+    only on the sequences and on a cost model that never changes.
+
+    Args:
+        name: Name of one of `BALANCE_STRATEGIES`.
+        packing_cost: Cost model for packing. The strategy's own argument `cost` affects only the assignment to ranks.
+        pack: Function that forms the microbatches, given `packing_cost`. Not used for "local_sort".
+
+    Raises:
+        UserError: `name` is "lb_micro", whose microbatches depend on the number of ranks.
+    """
+
+    def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+        microbatches = pack(lengths, max_tokens, packing_cost)
+        costs = _costs(microbatches, lengths, cost)
+        parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition(costs.tolist(), size)]
+        return Plan(tuple(tuple(microbatches[i] for i in part) for part in parts))
+
+    def pool(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+        microbatches = pack(lengths, max_tokens, packing_cost)
+        order = argsort_descending(_costs(microbatches, lengths, cost))
+        return Plan(((),) * size, tuple(microbatches[i] for i in order))
+
+    # `local_sort` has one sequence in each microbatch, on any number of ranks.
+    strategies = {"lb_mini": assign, "dynamic": pool, "local_sort": local_sort}
+    if name not in strategies:
+        raise UserError(
+            f"data.balance: the microbatches of {name} depend on the number of ranks, which run.exact excludes: set it "
+            "to lb_mini or dynamic, or run.exact to false"
+        )
+    return strategies[name]
+
+
+def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
+    """Return a variant of the balance strategy `name` that puts one sequence in each microbatch. `cost` is not used."""
+    return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
+
+
+def plan_islands(
+    lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
+) -> Plan:
+    """Divide a minibatch among islands that train separately, and plan each part without split sequences.
+
+    The parts have about equal costs. The first one, which `partition` makes the costliest, goes to another island in
+    each minibatch.
+
+    Args:
+        costs: Cost of each sequence, float64 [n].
+        minibatch_number: Number of the minibatch, which must be the same on all ranks.
+        plan_island: Function that plans sequences, given their lengths, for the ranks of one island.
+    """
+    if num_islands == 1:
+        return plan_island(lengths)
+    parts = partition(costs.tolist(), num_islands)
+    parts = [parts[(island - minibatch_number) % num_islands] for island in range(num_islands)]
+    microbatches: list[tuple[SequenceIndices, ...]] = []
+    pool: list[SequenceIndices] = []
+    for part in parts:
+        plan = plan_island(lengths[part])
+        assert not plan.splits, "split sequences on islands"
+        *own, own_pool = (
+            tuple(tuple([part[i] for i in indices]) for indices in each) for each in (*plan.microbatches, plan.pool)
+        )
+        microbatches += own
+        pool += own_pool
+    return Plan(tuple(microbatches), tuple(pool), islands=tuple(map(tuple, parts)))
 
 
 def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:
@@ -188,3 +274,22 @@ def _to_positions(part: list[int], bins: list[list[int]], costs: Costs) -> tuple
     each = costs[part].tolist()
     pairs = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
     return tuple(indices for _, indices in sorted(pairs, key=lambda pair: (pair[0], min(pair[1]))))
+
+
+def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    return tuple((i,) for i in range(len(lengths)))
+
+
+def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+    """Assign the same number of microbatches to all ranks. Each microbatch contains one sequence or is empty."""
+    check_fit(lengths, max_tokens)
+    costs = cost.sequence(lengths)
+    parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]
+    count = max(map(len, parts))
+    return Plan(tuple((*((i,) for i in part), *((),) * (count - len(part))) for part in parts))
+
+
+def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:
+    each = cost.sequence(lengths).tolist()
+    return np.array([cost.constant + math.fsum(each[i] for i in indices) for indices in microbatches])

@@ -1,14 +1,11 @@
 """Context parallelism on demand, which splits the longest sequences of a minibatch across ranks.
 
 A minibatch takes at least as long as its longest sequence. Therefore, sequences above a cost threshold are split into
-chunks of about equal cost (`data.plan.chunks`), each on a different rank. Only ranks that share a sequence wait for
-each other. Hybrid context parallelism in Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism in ByteScale
-(arXiv 2502.21231) use collectives in groups of ranks to split sequences. Here, any ranks can share a sequence.
+chunks of about equal cost (`even_bounds`), each on a different rank. Only ranks that share a sequence wait for each
+other.
 
-    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, which is the same on all ranks. All ranks
-                 begin the minibatch together, so the chunks of a sequence begin together.
-    2. tickets   Ranks that have run their chunks draw tickets to claim microbatches of unsplit sequences from
-                 `Plan.pool`. This compensates for differences in the costs of chunks.
+    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, which is the same on all ranks.
+    2. tickets   Ranks that have run their chunks claim microbatches of unsplit sequences from `Plan.pool`.
 
 Deadlocks cannot occur: a chunk waits only for other chunks of its sequence, and the ranks of the first unfinished
 sequence have no earlier chunk left to run.
@@ -18,7 +15,7 @@ The best plan is the one with the earliest estimated end, averaged over equal an
 chunk costs more than its share of the sequence (`CostModel.chunk`), so a sequence that fits on one rank is split only
 to save time.
 
-Every rank computes the same plan, because decisions depend only on arithmetic in a fixed order. Does not use MPI.
+Every rank computes the same plan, because decisions depend only on arithmetic in a fixed order.
 """
 
 import math
@@ -28,24 +25,22 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.balance import Costs, Lengths, Plan, check_fit, dynamic
-from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
+from odc_mpi.data.plan.balance import Costs, Lengths, Plan, SequenceSplit, check_fit, dynamic
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SPREADS, SequenceIndices, makespan, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending
 
 ChunkCounts = npt.NDArray[np.int64]
 
-#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of successive thresholds, which
-#: rise to the cost of the costliest sequence.
+#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of successive thresholds.
 MIN_THRESHOLD, THRESHOLD_RATIO = 0.4, 1.06
 #: Maximum number of chunks: `MAX_CHUNKS`, or `MAX_CHUNKS_PER_RANK` times the number of ranks if this is larger. There
 #: is no maximum if max_tokens requires splits. Planning with thousands of chunks takes a long time and gains nothing.
 MAX_CHUNKS, MAX_CHUNKS_PER_RANK = 64, 2
-#: Number of the most promising plans, which are computed completely.
-NUM_FINALISTS = 3
+NUM_FINALISTS = 3  # most promising plans, which are computed completely
 #: Maximum time of a plan with splits, relative to one without splits. Costs are too inexact for smaller gains.
 MAX_RELATIVE_TIME = 0.98
+NUM_BISECTIONS = 20  # in the search for the cost of the costliest chunk
 
 
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
@@ -131,7 +126,6 @@ class _Planner:
         )
 
     def _candidates(self) -> Iterator[ChunkCounts]:
-        """Yield the chunk counts for each threshold."""
         constant, factor = self._cost.constant, self._cost.chunk_factor
         chunk_costs = factor * self._costs
         max_cost = self.even_end() / len(SPREADS) * MIN_THRESHOLD
@@ -156,7 +150,6 @@ class _Planner:
         return math.fsum(makespan(rest, self._size, spread, self._assign_ranks(each, spread)[1]) for spread in SPREADS)
 
     def _available_at(self, splits: tuple[SequenceSplit, ...], spread: float) -> Costs:
-        """Return the time at which each rank has finished its chunks, float64 [size]."""
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:
@@ -179,3 +172,61 @@ class _Planner:
 
     def _costliest(self, bounds: tuple[int, ...]) -> float:
         return self._cost.constant + max(self._cost.chunk(begin, end) for begin, end in pairwise(bounds))
+
+
+def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
+    """Split a sequence into at most `count` chunks so that the costliest chunk is as cheap as possible.
+
+    Under causal attention, later tokens cost more, so the first chunk is the longest. Striped Attention (arXiv
+    2311.09431) and Llama 3 (arXiv 2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several
+    parts of the sequence. Here, each chunk is one contiguous range of tokens. `length` is the number of tokens in the
+    sequence, at most `count * max_tokens`. Each chunk has at most `max_tokens` tokens. Returns the bounds of the
+    chunks, as in `SequenceSplit.bounds`.
+    """
+    assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
+    # The costliest chunk costs at least an equal share.
+    low = cost.chunk(0, length) / count
+    margin = cost.chunk(length - 1, length)
+    while (bounds := _longest_first(length, count, max_tokens, cost, low + margin)) is None:
+        low, margin = low + margin, 4 * margin
+    high = low + margin
+    for _ in range(NUM_BISECTIONS):
+        middle = (low + high) / 2
+        cheaper = _longest_first(length, count, max_tokens, cost, middle)
+        if cheaper is None:
+            low = middle
+        else:
+            bounds, high = cheaper, middle
+    return bounds
+
+
+def _longest_first(
+    length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
+) -> tuple[int, ...] | None:
+    """Return the bounds of chunks that are as long as `max_cost` and `max_tokens` allow, starting at the first token.
+
+    Returns None if more than `count` chunks would be needed.
+    """
+    bounds = [0]
+    while bounds[-1] < length and len(bounds) <= count:
+        end = min(_reach(bounds[-1], cost, max_cost, length), bounds[-1] + max_tokens)
+        if end <= bounds[-1]:
+            return None
+        bounds.append(end)
+    return tuple(bounds) if bounds[-1] == length else None
+
+
+def _reach(begin: int, cost: CostModel, max_cost: float, length: int) -> int:
+    """Return the largest end, at most `length`, of a chunk that begins at `begin` and costs at most `max_cost`."""
+    # chunk_factor * (linear * (e - b) + quadratic * (e² - b²)) = max_cost, solved for e, without cancellation.
+    total = max_cost / cost.chunk_factor + cost.linear * begin + cost.quadratic * begin * begin
+    if max_cost <= 0:
+        return begin
+    root = math.sqrt(cost.linear * cost.linear + 4 * cost.quadratic * total)
+    end = min(int(2 * total / (cost.linear + root)), length)
+    # The root is rounded, so correct the end using the cost itself.
+    while end > begin and cost.chunk(begin, end) > max_cost:
+        end -= 1
+    while end < length and cost.chunk(begin, end + 1) <= max_cost:
+        end += 1
+    return end

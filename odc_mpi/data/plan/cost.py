@@ -1,7 +1,4 @@
-"""Cost of a sequence: the estimated work as a function of its length.
-
-Plans depend only on ratios of costs, so the unit is arbitrary, such as tokens, FLOPs or seconds.
-"""
+"""Cost of a sequence: the estimated work as a function of its length."""
 
 from dataclasses import dataclass
 
@@ -10,13 +7,13 @@ import numpy.typing as npt
 
 #: Cost of a chunk relative to its share of the sequence's cost. A chunk costs more than this share because its
 #: attention is computed in two parts that are then joined, and because its matrix products are smaller. The value is an
-#: assumption: in a prototype in plain torch, the factor was 1.01 for 4,096 tokens in two chunks on CPUs.
+#: assumption: on CPUs, the factor was 1.01 for 4,096 tokens in two chunks.
 CHUNK_FACTOR = 1.08
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Model of the costs of sequences, microbatches and chunks, all in the same arbitrary unit.
+    """Model of the costs of sequences, microbatches and chunks, all in the same arbitrary unit, such as FLOPs.
 
     A sequence of `s` tokens costs `linear * s + quadratic * s**2`. A microbatch costs its sequences plus `constant`.
 
@@ -45,28 +42,20 @@ class CostModel:
         """
         return self.chunk_factor * (self.linear * (end - begin) + self.quadratic * (end * end - begin * begin))
 
-    def microbatch(self, lengths: npt.ArrayLike) -> float:
-        """Return the cost of a microbatch of sequences with these lengths in tokens, [n], including `constant`."""
-        return self.constant + float(self.sequence(lengths).sum())
-
 
 #: Constant cost of a microbatch, as the number of tokens with that cost. It arises because each parameter's gradient is
 #: computed, flattened and pushed once, regardless of the number of tokens. It was measured to be 79 on CPUs
-#: (benchmarks/notes/balance.md). An A100's memory bandwidth and matrix speed suggest several hundred. Where 79 was
-#: measured, `dynamic` packs about equally well with 40 to 250, but with 0 its microbatches are far too small.
+#: (benchmarks/notes/balance.md), where `dynamic` packs about equally well with 40 to 250.
 MICROBATCH_TOKENS = 100
 
 
 def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostModel:
     """Return a cost model in FLOPs for the forward and backward passes of a decoder-only transformer.
 
-    Matrix products: the forward pass needs one multiplication and one addition per token and parameter. The backward
-    pass computes two products of the same size, so the total for N parameters is 6 N per token (Kaplan et al. 2020,
-    arXiv 2001.08361, section 2.1).
-
-    Attention: for s tokens, the scores and the weighted sum of the values need 2 s² h FLOPs each per layer. The causal
-    mask halves the sum of 4 s² h. The backward pass needs twice the FLOPs of the forward pass, so the total is 6 s² h
-    per layer. Recomputation is not counted. The constant cost is that of `MICROBATCH_TOKENS` tokens.
+    Matrix products need 6 N FLOPs per token for N parameters (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+    Attention needs 6 s² h FLOPs per layer for s tokens under a causal mask: the scores and the weighted sum of the
+    values need s² h each in the forward pass, and twice as much in the backward pass. Recomputation is not counted. The
+    constant cost is that of `MICROBATCH_TOKENS` tokens.
 
     Args:
         num_parameters: Number N of parameters, including the output head but not the embedding table.

@@ -1,11 +1,10 @@
 """Packing a minibatch into microbatches that idle ranks claim, costliest first.
 
 The end times of ranks differ by up to one microbatch, so the last microbatches must be small. However, each microbatch
-has a constant cost in addition to that of its sequences, so there should be few of them. Therefore, each packing
-consists of a few large microbatches per rank and a tail of small microbatches with the shortest sequences, as in
-factoring (Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers of
-large microbatches per rank and several tail sizes are tried. Because costs are estimates, the best packing is the one
-with the earliest end, averaged over equal and different rank speeds (`SPREADS`).
+has a constant cost, so there should be few of them. Therefore, each packing consists of a few large microbatches per
+rank and a tail of small microbatches with the shortest sequences, as in factoring (Hummel, Schonberg and Flynn,
+"Factoring: a method for scheduling parallel loops", 1992). Of several packings, the one with the earliest end, averaged
+over equal and different rank speeds (`SPREADS`), is used.
 
 Every process computes the same packing: decisions depend only on comparisons, sums in a fixed order and `math.fsum`.
 """
@@ -21,14 +20,10 @@ from odc_mpi.data.plan.partition import argsort_descending, even_fit, partition
 
 SequenceIndices = tuple[int, ...]
 
-#: Numbers of large microbatches per rank, unless max_tokens requires more.
-PER_RANK = (1, 2, 3, 4, 8)
-#: Fractions of the minibatch's cost that are in the tail.
-TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)
-#: Ratios of the cost of a large microbatch to that of a microbatch in the tail.
-TAIL_RATIOS = (2, 4)
-#: Values of `spread` in `makespan` for which packings are evaluated: equal and different rank speeds.
-SPREADS = (0.0, 0.1)
+PER_RANK = (1, 2, 3, 4, 8)  # large microbatches, unless max_tokens requires more
+TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)  # of the minibatch's cost
+TAIL_RATIOS = (2, 4)  # of the cost of a large microbatch to that of a microbatch in the tail
+SPREADS = (0.0, 0.1)  # values of `spread` in `makespan` for which packings are evaluated
 #: Limits for the differencing method. With `MANY_PER_MICROBATCH` or more sequences per microbatch, costs are even
 #: without it. With `MANY` or more sequences in total, it takes too long.
 MANY_PER_MICROBATCH, MANY = 16, 2048
@@ -45,9 +40,8 @@ def pack_pool(
     """Pack a minibatch into microbatches. Returns the positions in `lengths` for each microbatch, costliest first.
 
     Args:
-        lengths: Number of tokens in each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
+        lengths: Number of tokens in each sequence, int64 [n], n > 0. None exceeds `max_tokens`.
         costs: Cost of each sequence, float64 [n].
-        max_tokens: Maximum number of tokens in a microbatch.
         constant: Cost of a microbatch in addition to that of its sequences.
         available_at: For each value in `SPREADS`, the time at which each rank starts to claim, in units of cost,
             float64 [size]; None if all ranks start at 0.

@@ -1,17 +1,13 @@
 """A cost model that is fitted to the measured times of microbatches during a run.
 
 The model is `seconds = slowness * (constant + linear * tokens + quadratic * squares)`, where `slowness` depends on the
-rank, and `squares` is the sum of squared sequence lengths. The time of a chunk is its share of the sequence's time,
-multiplied by a factor (`CostModel.chunk`). Each rank observes its own microbatches, and sums the observations in a row
-of numbers. At the end of a minibatch, ranks exchange their rows, and every rank fits the same model to the same rows.
+rank, and `squares` is the sum of squared sequence lengths. Each rank observes its own microbatches (`observe`), and
+sums the observations in a row of numbers (`report`). At the end of a minibatch, ranks exchange their rows, and every
+rank fits the same model to the same rows (`update`). These methods do not communicate.
 
-    observe   call after each microbatch
-    report    call before the exchange, to get this rank's row
-    update    call after the exchange, with the rows of all ranks
-
-These methods do not communicate. `update` uses only the four basic operations in a fixed order, and no matrix products
-from libraries, so ranks on different processors get bitwise identical costs. With different costs, their plans would
-differ, and sequences would be lost or trained on twice.
+`update` uses only the four basic operations in a fixed order, and no matrix products from libraries, so ranks on
+different processors get bitwise identical costs. With different costs, their plans would differ, and sequences would be
+lost or trained on twice.
 """
 
 import math
@@ -36,29 +32,24 @@ _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 #: Factor applied to the weight of an observation after each minibatch. The weight halves in 30 minibatches, enough to
 #: average out noise, yet few enough to follow lasting changes. A literal, since libraries may differ in the last bit.
 DECAY = 0.97716
-#: Minimum weighted number of microbatches on all ranks for a fit. With fewer microbatches, the cost is not updated.
-MIN_OBSERVATIONS = 16
-#: Number of this rank's latest microbatches from which the median ratio of time to cost is computed.
-HISTORY = 256
+MIN_OBSERVATIONS = 16  # weighted number of microbatches on all ranks that a fit requires
+HISTORY = 256  # latest microbatches of this rank from which the median ratio of time to cost is computed
 #: Weight of the prior relative to that of an observation: the variance of times divided by that of the prior. The
 #: relative standard deviations are assumed to be 0.1 for times and 1 for the prior.
 PRIOR_WEIGHT = 0.01
 #: Weight of the prior chunk factor, as a number of chunks, and maximum factor of a single chunk.
 PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
-#: Number of alternating fits of speeds and coefficients. A few are enough, because they start from the last fit.
-NUM_ALTERNATIONS = 4
+NUM_ALTERNATIONS = 4  # of fits of speeds and coefficients; a few are enough, because they start from the last fit
 
 
 class FittedCostModel:
     """Cost model whose coefficients are fitted to the times of microbatches during a run.
 
-    The fit minimizes relative errors, so short microbatches matter as much as long ones. It is robust against outliers:
-    the more the time of a microbatch exceeds the expected time, the smaller its weight. The expected time is the
-    current cost times this rank's median ratio of time to cost. Ranks may have different speeds. If the data does not
-    determine the coefficients, for example because all lengths are equal, their ratios are those in the prior.
-
-    Args:
-        prior: Cost model to use until there is enough data, in any unit.
+    The fit minimizes relative errors, so short microbatches matter as much as long ones. The more the time of a
+    microbatch exceeds the expected time, the smaller its weight. The expected time is the current cost times this
+    rank's median ratio of time to cost. Ranks may have different speeds. If the data does not determine the
+    coefficients, for example because all lengths are equal, their ratios are those in `prior`, the cost model to use
+    until there is enough data, in any unit.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -76,7 +67,7 @@ class FittedCostModel:
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
         """Record the time that this rank took for a microbatch whose sequences have these lengths in tokens, [n].
 
-        Does nothing if `lengths` is empty, or if `seconds` is not a finite number above 0.
+        Does nothing if `lengths` is empty, or `seconds` is not a finite number above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -95,20 +86,16 @@ class FittedCostModel:
     def report(self) -> ReportRows:
         """Return sums over this rank's observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
-        if self._new:
+        if self._observations:  # else the speed of this rank is unknown
             usual = self._usual()
             for tokens, squares, seconds in self._new:
                 # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
-                # is longer. Thus, an outlier of 100 times the expected time has a weight of 1 / 10,000, and no outlier
-                # has more influence than a time of twice the expected time. Even if the current cost is far too low, as
-                # a prior may be, short sequences do not outweigh all others.
+                # is longer. Thus, an outlier of 100 times the expected time has a weight of 1 / 10,000.
                 unit = max(usual * self._estimate(tokens, squares), seconds)
                 time, features = seconds / unit, (1.0 / unit, tokens / unit, squares / unit)
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
                 row[6:9] += [feature * time for feature in features]
                 row[9] += 1.0
-        if self._observations:  # else the speed of this rank is unknown
-            usual = self._usual()
             for begin, end, seconds in self._new_chunks:
                 part = usual * replace(self._cost, chunk_factor=1.0).chunk(begin, end)
                 factor = (seconds - usual * self._cost.constant) / part if part > 0 else 1.0
@@ -133,7 +120,7 @@ class FittedCostModel:
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the fit from `state_dict()`, on any number of ranks. Observations not yet reported are dropped."""
+        """Restore the fit from `state_dict()` on any number of ranks, and drop observations not yet reported."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)

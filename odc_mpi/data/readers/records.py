@@ -1,70 +1,19 @@
-"""Blocks of records (lines, elements or rows) from a source, checks of their fields, and errors that name the file."""
+"""Blocks of records (lines, elements or rows) from a source, and checks of their fields."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
 MAX_CHARS = 200  # of a text from a file, in a message
-_MAX_EXAMPLES = 3
-#: Characters of text in a block: enough to keep a process busy, but few enough to keep the tokens' offsets in memory.
-_BLOCK_CHARS = 1 << 19
-_BLOCK_RECORDS = 1024
-
-T = TypeVar("T")
 
 
 class InvalidRecordError(UserError):
-    """Error for a record that cannot be used. The message contains the file and the line or row."""
-
-
-class InvalidRecords:
-    """Counter of invalid records. If `skip` is False, the first one raises a `UserError` instead.
-
-    Attributes:
-        num_skipped: Number of records skipped so far.
-        first: Error messages of the first three skipped records.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
-        self._skip = skip
-        self.num_skipped = 0
-        self.first: list[str] = []
-
-    def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record, or raise a `UserError` if invalid records are not skipped."""
-        if not self._skip:
-            raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
-        self.num_skipped += 1
-        if len(self.first) < _MAX_EXAMPLES:
-            self.first.append(str(error))
-
-
-def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record. Raises an `InvalidRecordError` if the line is not a JSON object in UTF-8."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InvalidRecordError(
-            f"{location}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise InvalidRecordError(
-            f"{location}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
-        ) from error
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
-    return check_object(record, location)
-
-
-def check_object(value: Any, location: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object. Otherwise, raise an `InvalidRecordError` that contains `location`."""
-    if not isinstance(value, dict):
-        raise InvalidRecordError(f"{location}: expected a JSON object, got {json_kind(value)}")
-    return value
+    """Error for a record that cannot be used. The message begins with the location: the file and the line or row."""
 
 
 def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
@@ -96,7 +45,7 @@ def json_kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Records of one file or data set, in order. Blocks can be pickled, so they can be sent to worker processes.
+    """Consecutive records of one file or data set.
 
     Attributes:
         name: Path of the file, or name of the data set.
@@ -110,54 +59,39 @@ class Block:
     numbers: list[int]
     values: list[Any]
 
-    def select(self, is_used: Callable[[], bool]) -> "Block":
-        """Return the records for which `is_used` returns True. It is called once for each record, in order."""
-        chosen = [i for i in range(len(self.values)) if is_used()]
-        numbers, values = ([entries[i] for i in chosen] for entries in (self.numbers, self.values))
-        return Block(self.name, self.unit, numbers, values)
+    def select(self, selection: Iterator[bool]) -> "Block":
+        """Return the records for which `selection` yields True."""
+        chosen = [i for i in range(len(self.values)) if next(selection)]
+        return Block(self.name, self.unit, [self.numbers[i] for i in chosen], [self.values[i] for i in chosen])
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the location of each record, for error messages, and a function that returns the record.
+        """Yield the location of each record, and a function that returns the record.
 
         The function raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
         """
         for number, value in zip(self.numbers, self.values, strict=True):
             location = f"{self.name}, {self.unit} {number}"
-            yield location, lambda value=value, where=location: _to_record(value, where)  # type: ignore[misc]
+            yield location, partial(_to_record, value, location)
 
 
 def _to_record(value: Any, location: str) -> dict[str, Any]:
-    if isinstance(value, bytes):
-        return parse_json(value, location)
     if isinstance(value, InvalidRecordError):
         raise InvalidRecordError(f"{location}: {value}")
-    return check_object(value, location)
+    if isinstance(value, bytes):
+        value = _parse_json(value, location)
+    if not isinstance(value, dict):
+        raise InvalidRecordError(f"{location}: expected a JSON object, got {json_kind(value)}")
+    return value
 
 
-def split_into_blocks(items: Iterable[tuple[int, T, int]]) -> Iterator[tuple[list[int], list[T]]]:
-    """Split items, each with its number and its number of characters, into blocks of limited size.
-
-    Each block is a list of numbers and a list of values.
-    """
-    numbers: list[int] = []
-    values: list[T] = []
-    size = 0
-    for number, value, num_chars in items:
-        numbers.append(number)
-        values.append(value)
-        size += num_chars
-        if size >= _BLOCK_CHARS or len(values) >= _BLOCK_RECORDS:
-            yield numbers, values
-            numbers, values, size = [], [], 0
-    if values:
-        yield numbers, values
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a value from a table without its null fields, at any depth.
-
-    In a table, a field that only some records have is null in all other records.
-    """
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+def _parse_json(line: bytes, location: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        problem = f"UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
+        raise InvalidRecordError(f"{location}: expected {problem}") from error
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}, column {error.colno}"
+        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({reason})") from error
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
+        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error

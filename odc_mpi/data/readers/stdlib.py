@@ -54,7 +54,6 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
-    """Yield the functions of a file, or none if the file cannot be parsed."""
     try:
         with tokenize.open(path) as file:  # respects the encoding declaration
             source = file.read()

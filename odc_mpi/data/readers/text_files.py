@@ -2,26 +2,40 @@
 
 import codecs
 import csv
+import importlib
 import io
 import itertools
 import json
 import re
+import sys
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompression_errors
-from odc_mpi.data.readers.records import Block, InvalidRecordError, split_into_blocks
+from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.errors import UserError
 
-#: Suffixes of JSON lines. Any other file that is neither an array nor a table is also read as JSON lines.
-LINES_SUFFIXES = (".jsonl", ".ndjson")
-#: Delimiter of tables for each suffix.
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-TABLE_SUFFIXES = tuple(_DELIMITERS)
-ARRAY_SUFFIX = ".json"
+try:
+    from isal.igzip import GzipFile  # several times as fast
+    from isal.isal_zlib import error as gzip_error
+except ImportError:
+    from gzip import GzipFile  # type: ignore[assignment]
+    from zlib import error as gzip_error  # type: ignore[assignment]
 
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+ARRAY_SUFFIX = ".json"
+#: Suffixes of files in a folder. A source that is a file may have any suffix, and is read as JSON lines by default.
+SUFFIXES = (".jsonl", ".ndjson", *_DELIMITERS, ARRAY_SUFFIX)
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+#: Modules with the class `ZstdFile`: in Python 3.14 or later, and its backport.
+_ZSTD_MODULES = ("compression.zstd", "backports.zstd")
+
+#: Characters of text in a block: enough to keep a process busy, but few enough to keep the tokens' offsets in memory.
+_BLOCK_CHARS = 1 << 19
+_BLOCK_RECORDS = 1024
 _REPORTED_RECORDS = 1024  # between two calls of `on_bytes_read`
 _READ_CHARS = 1 << 20  # of an array at a time
 #: If decoding fails within this number of characters of the end of the buffer, the value may be incomplete: `-Infinit`.
@@ -34,11 +48,13 @@ _SHOWN_CHARS = 30  # of invalid text
 _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bracket must not load the complete file
 
 
-class _Format(NamedTuple):
-    """Format of a file: the unit of its items, and a function that yields the number, value and size of each item."""
+#: Number, value and size in characters of each item in a file.
+_Items = Iterator[tuple[int, Any, int]]
 
-    unit: str
-    find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
+
+def bare_suffix(path: Path) -> str:
+    """Return the lowercase suffix of a file name without .gz or .zst, such as ".csv" for "a.csv.gz"."""
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED_SUFFIXES else path).suffix.lower()
 
 
 def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
@@ -48,9 +64,17 @@ def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     otherwise. If the name also ends in .gz or .zst, the file is decompressed. For `on_bytes_read`, see
     `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
-    format_, items = _open(path, on_bytes_read)
-    for numbers, values in split_into_blocks(items):
-        yield Block(str(path), format_.unit, numbers, values)
+    unit, items = _open(path, on_bytes_read)
+    block, num_chars = Block(str(path), unit, [], []), 0
+    for number, value, size in items:
+        block.numbers.append(number)
+        block.values.append(value)
+        num_chars += size
+        if num_chars >= _BLOCK_CHARS or len(block.values) >= _BLOCK_RECORDS:
+            yield block
+            block, num_chars = Block(str(path), unit, [], []), 0
+    if block.values:
+        yield block
 
 
 def count_records(path: Path) -> int:
@@ -62,33 +86,36 @@ def is_array(path: Path) -> bool:
     """Return True if the content of a file begins with ``[``. Raises a `UserError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
-            begin: bytes = decompressed(file, path).peek(1)
-    except decompression_errors() as error:
+            begin: bytes = _decompress(file, path).peek(1)
+    except _decompression_errors() as error:
         raise _error(path, "line 1", error) from error
     return begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[_Format, Iterator[tuple[int, Any, int]]]:
-    """Return the format of a file and its items."""
+def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[str, _Items]:
+    """Return the unit of a file's items, and the items."""
+    unit, find_items = "line", _lines
     if delimiter := _DELIMITERS.get(bare_suffix(path)):
-        format_ = _Format("line", partial(_rows, delimiter=delimiter))
-    else:
-        format_ = _ARRAY if is_array(path) else _LINES
-    return format_, _read_items(path, format_, on_bytes_read)
+        find_items = partial(_rows, delimiter=delimiter)
+    elif is_array(path):
+        unit, find_items = "element", _elements
+    return unit, _read_items(path, unit, find_items, on_bytes_read)
 
 
-def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Any, int]]:
+def _read_items(
+    path: Path, unit: str, find_items: Callable[[Any], _Items], on_bytes_read: Callable[[int], None]
+) -> _Items:
     number = position = 0
-    errors: tuple[type[Exception], ...] = (*decompression_errors(), csv.Error, ValueError, RecursionError)
+    errors: tuple[type[Exception], ...] = (*_decompression_errors(), csv.Error, ValueError, RecursionError)
     try:
         with path.open("rb") as file:
-            stream = decompressed(file, path)
+            stream = _decompress(file, path)
             if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise UserError(f"{path}: expected UTF-8, got UTF-16: convert it with iconv -f UTF-16 -t UTF-8")
-            if format_ is not _LINES:
+            if find_items is not _lines:
                 # Bytes that are not UTF-8 become surrogates, which `parse_example` rejects in the affected record.
                 stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
-            for index, (number, value, num_chars) in enumerate(format_.find_items(stream), start=1):
+            for index, (number, value, num_chars) in enumerate(find_items(stream), start=1):
                 if index % _REPORTED_RECORDS == 0:
                     on_bytes_read(file.tell() - position)
                     position = file.tell()
@@ -97,15 +124,31 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
     except UserError:  # is a ValueError
         raise
     except errors as error:
-        raise _error(path, f"{format_.unit} {number + 1}", error) from error
+        raise _error(path, f"{unit} {number + 1}", error) from error
+
+
+def _decompress(file: BinaryIO, path: Path) -> Any:
+    """Return a stream, with `peek`, of a file's decompressed bytes. Raises a `UserError` if a library is missing."""
+    if path.suffix.lower() == ".gz":
+        return GzipFile(fileobj=file, mode="rb")
+    if path.suffix.lower() != ".zst":
+        return file
+    for module in _ZSTD_MODULES:
+        with suppress(ImportError):
+            return io.BufferedReader(importlib.import_module(module).ZstdFile(file), 1 << 20)
+    raise UserError(f"reading {str(path)!r} requires the package backports.zstd: pip install 'odc_mpi[zstd]'")
+
+
+def _decompression_errors() -> tuple[type[Exception], ...]:
+    zstd_errors = (sys.modules[module].ZstdError for module in _ZSTD_MODULES if sys.modules.get(module))
+    return (OSError, EOFError, zlib.error, gzip_error, *zstd_errors)
 
 
 def _error(path: Path, place: str, error: Exception) -> UserError:
     return UserError(f"{path}, {place}: cannot be read ({error}); the file may be damaged, or in another format")
 
 
-def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
-    """Yield each line that is not blank."""
+def _lines(stream: Any) -> _Items:
     for number, line in enumerate(stream, start=1):
         if number == 1:
             # Some editors on Windows begin files with a byte order mark.
@@ -114,7 +157,7 @@ def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
             yield number, line, len(line)
 
 
-def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
+def _rows(stream: TextIO, delimiter: str) -> _Items:
     """Yield each row of a table, with the number of its first line. The first row contains the column names."""
     csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -137,7 +180,7 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
             yield number, InvalidRecordError(f"expected {len(names)} columns as in the first line, got {len(row)}"), 0
 
 
-def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
+def _elements(stream: TextIO) -> _Items:
     """Yield each element of a JSON array. Invalid text up to the next element is replaced by an error."""
     array = _JsonArray(stream)
     for number in itertools.count(1):
@@ -243,7 +286,3 @@ class _JsonArray:
                 raise
             if end < len(self._text) or not self._extend():  # more digits of a number may follow
                 return value, min(end, len(self._text))
-
-
-_LINES = _Format("line", _lines)
-_ARRAY = _Format("element", _elements)

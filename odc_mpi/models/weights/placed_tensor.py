@@ -15,63 +15,45 @@ from odc_mpi.checkpoint.index import Hyperslab, hyperslabs
 from odc_mpi.shard.local_shards import WeightSource
 
 
-class Dimension(NamedTuple):
-    """Dimension of a box: its stride in the flattened stored tensor, first index in the placed tensor, and size."""
-
-    stride: int
-    position: int
-    size: int
-
-
 class Region(NamedTuple):
-    """Box of elements in a placed tensor, and the location of these elements in a stored tensor.
+    """Elements of a stored tensor that form a box of a placed tensor.
 
     Attributes:
         source: Name of the stored tensor.
-        offset: Index of the first element of the box in the flattened stored tensor.
-        dims: Dimensions of the box.
+        view: View of the stored tensor on the meta device. Its strides and storage offset locate the elements.
+        start: Index of the first element of the box in the placed tensor.
     """
 
     source: str
-    offset: int
-    dims: tuple[Dimension, ...]
+    view: torch.Tensor
+    start: tuple[int, ...]
 
     def clip(self, box: Hyperslab) -> "Region | None":
         """Return the intersection of this region and `box`, positioned relative to `box`, or None if it is empty."""
-        offset, dims = self.offset, []
-        for (low, high), dim in zip(box, self.dims, strict=True):
-            first, last = max(low, dim.position), min(high, dim.position + dim.size)
-            if first >= last:
+        slices, start = [], []
+        for (low, high), first, size in zip(box, self.start, self.view.shape, strict=True):
+            begin, end = max(low, first), min(high, first + size)
+            if begin >= end:
                 return None
-            offset += dim.stride * (first - dim.position)
-            dims.append(Dimension(dim.stride, first - low, last - first))
-        return Region(self.source, offset, tuple(dims))
+            slices.append(slice(begin - first, end - first))
+            start.append(begin - low)
+        return Region(self.source, self.view[tuple(slices)], tuple(start))
 
     def move(self, dim: int, distance: int) -> "Region":
         """Return this region moved by `distance` along the dimension `dim`."""
-        dims = list(self.dims)
-        dims[dim] = dims[dim]._replace(position=dims[dim].position + distance)
-        return self._replace(dims=tuple(dims))
-
-    def insert(self, dim: int, index: int) -> "Region":
-        """Return this region with a new dimension `dim` of size 1, at `index` in the placed tensor."""
-        return self._replace(dims=(*self.dims[:dim], Dimension(0, index, 1), *self.dims[dim:]))
+        start = list(self.start)
+        start[dim] += distance
+        return self._replace(start=tuple(start))
 
     def drop(self, dim: int) -> "Region":
         """Return this region without the dimension `dim`, whose size must be 1."""
-        return self._replace(dims=(*self.dims[:dim], *self.dims[dim + 1 :]))
-
-    def swap(self, dim0: int, dim1: int) -> "Region":
-        """Return this region with the dimensions `dim0` and `dim1` exchanged."""
-        dims = list(self.dims)
-        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-        return self._replace(dims=tuple(dims))
+        return Region(self.source, self.view.squeeze(dim), (*self.start[:dim], *self.start[dim + 1 :]))
 
     def read(self, source: WeightSource) -> torch.Tensor:
         """Return the elements of this region, reading the smallest range of the stored tensor that contains them."""
-        last = self.offset + sum(dim.stride * (dim.size - 1) for dim in self.dims)
-        stored = source.read(self.source, self.offset, last + 1)
-        return stored.as_strided([dim.size for dim in self.dims], [dim.stride for dim in self.dims])
+        shape, strides, first = self.view.shape, self.view.stride(), int(self.view.storage_offset())
+        last = first + sum(stride * (size - 1) for size, stride in zip(shape, strides, strict=True))
+        return source.read(self.source, first, last + 1).as_strided(shape, strides)
 
 
 class PlacedTensor(torch.Tensor):
@@ -82,9 +64,9 @@ class PlacedTensor(torch.Tensor):
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> Self:
         """Create a placed tensor with the elements of the stored tensor `name`, whose shape is `shape`."""
-        placed = torch.empty(tuple(shape), device="meta").as_subclass(cls)
-        dims = zip(placed.stride(), placed.shape, strict=True)
-        placed.regions = [Region(name, 0, tuple(Dimension(stride, 0, size) for stride, size in dims))]
+        stored = torch.empty(tuple(shape), device="meta")
+        placed = stored.as_subclass(cls)
+        placed.regions = [Region(name, stored, (0,) * stored.ndim)]
         return placed
 
     @classmethod
@@ -106,8 +88,9 @@ class PlacedTensor(torch.Tensor):
         if start >= stop:
             return torch.empty(0)
         region = self.regions[0]
-        if [(dim.stride, dim.size) for dim in region.dims] == list(zip(self.stride(), self.shape, strict=True)):
-            return source.read(region.source, region.offset + start, region.offset + stop)
+        if region.view.shape == self.shape and region.view.is_contiguous():
+            offset = int(region.view.storage_offset())
+            return source.read(region.source, offset + start, offset + stop)
         parts = [self._read_box(source, box).reshape(-1) for _, _, box in hyperslabs(self.shape, start, stop)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -118,12 +101,17 @@ class PlacedTensor(torch.Tensor):
             return values[0]
         merged = torch.empty([high - low for low, high in box], dtype=values[0].dtype)
         for region, elements in zip(regions, values, strict=True):
-            merged[tuple(slice(dim.position, dim.position + dim.size) for dim in region.dims)] = elements
+            sizes = zip(region.start, elements.shape, strict=True)
+            merged[tuple(slice(first, first + size) for first, size in sizes)] = elements
         return merged
 
 
 def _stack(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
-    yield [region.insert(dim, index) for index, tensor in enumerate(tensors) for region in tensor.regions]
+    yield [
+        Region(region.source, region.view.unsqueeze(dim), (*region.start[:dim], index, *region.start[dim:]))
+        for index, tensor in enumerate(tensors)
+        for region in tensor.regions
+    ]
 
 
 def _cat(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
@@ -131,20 +119,22 @@ def _cat(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list
     yield [region.move(dim, start) for start, tensor in zip(starts, tensors, strict=False) for region in tensor.regions]
 
 
+def _narrow(tensor: PlacedTensor, dim: int, start: int, stop: int) -> list[Region]:
+    box = [(0, size) for size in tensor.shape]
+    box[dim] = (start, stop)
+    return [part for region in tensor.regions if (part := region.clip(tuple(box)))]
+
+
 def _split(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, _: Any, dim: int = 0) -> Iterator[list[Region]]:
-    start = 0
+    stop = 0
     for piece in pieces:
-        box = [(0, extent) for extent in tensor.shape]
-        box[dim] = (start, start + piece.shape[dim])
-        yield [part for region in tensor.regions if (part := region.clip(tuple(box)))]
-        start += piece.shape[dim]
+        start, stop = stop, stop + piece.shape[dim]
+        yield _narrow(tensor, dim, start, stop)
 
 
 def _unbind(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, dim: int = 0) -> Iterator[list[Region]]:
     for index in range(len(pieces)):
-        box = [(0, extent) for extent in tensor.shape]
-        box[dim] = (index, index + 1)
-        yield [part.drop(dim) for region in tensor.regions if (part := region.clip(tuple(box)))]
+        yield [region.drop(dim) for region in _narrow(tensor, dim, index, index + 1)]
 
 
 def _squeeze(_: Any, tensor: PlacedTensor, dim: int | None = None) -> Iterator[list[Region]]:
@@ -156,11 +146,9 @@ def _squeeze(_: Any, tensor: PlacedTensor, dim: int | None = None) -> Iterator[l
 
 
 def _transpose(_: Any, tensor: PlacedTensor, dim0: int, dim1: int) -> Iterator[list[Region]]:
-    yield [region.swap(dim0, dim1) for region in tensor.regions]
-
-
-def _same(_: Any, tensor: PlacedTensor) -> Iterator[list[Region]]:
-    yield tensor.regions
+    dims = list(range(tensor.ndim))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    yield [Region(r.source, r.view.permute(dims), tuple(r.start[dim] for dim in dims)) for r in tensor.regions]
 
 
 #: Functions that return the regions of each result of a torch function, keyed by the name of the torch function.
@@ -172,5 +160,5 @@ _REARRANGE: dict[str, Callable[..., Iterator[list[Region]]]] = {
     "unbind": _unbind,
     "squeeze": _squeeze,
     "transpose": _transpose,
-    "contiguous": _same,
+    "contiguous": lambda _, tensor: iter([tensor.regions]),
 }

@@ -1,1 +1,1 @@
-"""Startup of a job's processes: launchers, time limits, and child processes."""
+"""Startup of a job's processes: launchers, phases, and child processes."""

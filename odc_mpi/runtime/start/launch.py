@@ -7,7 +7,7 @@
 Launchers end all ranks when one of their processes dies; MPICH's launcher sends SIGKILL. Therefore, a parent
 
 - keeps running after its child has crashed until rank 0 has printed the result,
-- does not forward the child's requests to abort the job to the launcher (possible only under PMI, not under PMIx),
+- does not forward the child's requests to abort the job (possible only under PMI, not under PMIx),
 - reports the crash to the parent of rank 0 through a socket if both are on the same node.
 """
 
@@ -47,7 +47,6 @@ _PR_SET_PDEATHSIG = 1
 
 #: Value of `ChildResult.failure` if the launcher sends SIGTERM.
 ENDED_BY_LAUNCHER = "ended by the launcher"
-#: Message from a child to its parent.
 ChildMessage = Mapping[str, Any]
 
 
@@ -68,23 +67,23 @@ class ChildResult:
     """Result of a child process.
 
     Attributes:
-        messages: Last message from the child, or an empty dictionary if it sent none.
+        message: Last message from the child, or an empty dictionary if it sent none.
         failure: Description of the failure, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
             `ENDED_BY_LAUNCHER`, or None if the child did not fail.
         output_tail: Last lines that a failed child wrote to standard output and standard error.
     """
 
-    messages: ChildMessage
-    failure: str | None
-    output_tail: str
+    message: ChildMessage
+    failure: str | None = None
+    output_tail: str = ""
 
 
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
     """Run the main function of a child process that `run_in_child` started.
 
-    An exception ends only this process. MPI_Abort is not called, because under some launchers it would also end the
-    parents, and the parent of rank 0 still has to print the result. The arguments of `main` are the command-line
-    arguments, and a function that sends a message to the parent if called on rank 0, and does nothing on other ranks.
+    An exception ends only this process: under some launchers, MPI_Abort would also end the parents, and the parent of
+    rank 0 still has to print the result. The arguments of `main` are the command-line arguments, and a function that
+    sends a message to the parent of rank 0, and does nothing on other ranks.
     """
     *arguments, descriptor = sys.argv[1:]
     try:
@@ -111,9 +110,9 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
 
     Args:
         command: Command that starts the child. The file descriptor for messages is appended as its last argument.
-        deadline_s: Time limit for the child, in seconds. A child that takes longer is considered to have failed.
-        quiet_s: Maximum time between two messages from the child of rank 0, in seconds. If it is exceeded, the child is
-            considered to have failed.
+        deadline_s: Time in seconds after which a child is considered to have failed.
+        quiet_s: Maximum time between two messages from the child of rank 0, in seconds, before it is considered to have
+            failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -124,7 +123,7 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
             yield _wait_for_result(child, reports, ended, deadline_s, quiet_s)
         else:
             _wait_until_not_needed(child, reports, ended, deadline_s + _END_S)
-            yield ChildResult({}, None, "")
+            yield ChildResult({})
     finally:
         child.end()
         reports.close()
@@ -134,23 +133,23 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
 def _wait_for_result(
     child: "_Child", reports: "_CrashReports", ended: threading.Event, deadline_s: float, quiet_s: float
 ) -> ChildResult:
-    deadline, last = time.monotonic() + deadline_s, child.messages
+    deadline, last = time.monotonic() + deadline_s, child.message
     quiet_until = deadline
     while True:
         child.listen(_POLL_S)
-        if child.messages is not last:
-            last, quiet_until = child.messages, time.monotonic() + quiet_s
+        if child.message is not last:
+            last, quiet_until = child.message, time.monotonic() + quiet_s
         crash = child.crash() or reports.read()
         if crash is not None:
             child.listen(_LAST_MESSAGES_S)
-            return ChildResult(child.messages, *crash)
+            return ChildResult(child.message, *crash)
         if child.is_done():
-            return ChildResult(child.messages, None, "")
+            return ChildResult(child.message)
         if ended.is_set():
-            return ChildResult(child.messages, ENDED_BY_LAUNCHER, child.output_tail())
+            return ChildResult(child.message, ENDED_BY_LAUNCHER, child.output_tail())
         if time.monotonic() > min(deadline, quiet_until):
             limit_s = quiet_s if quiet_until < deadline else deadline_s
-            return ChildResult(child.messages, f"no answer within {limit_s:g} s", child.output_tail())
+            return ChildResult(child.message, f"no answer within {limit_s:g} s", child.output_tail())
 
 
 def _wait_until_not_needed(
@@ -177,7 +176,7 @@ class _Child:
 
     def __init__(self, command: Sequence[str], rank: int) -> None:
         self._rank = rank
-        self.messages: ChildMessage = {}
+        self.message: ChildMessage = {}
         self._read, write = os.pipe()
         os.set_inheritable(write, True)
         self._rest = b""
@@ -203,21 +202,19 @@ class _Child:
             if self._read < 0:
                 time.sleep(left_s)
             elif select.select([self._read], [], [], left_s)[0]:
-                self._receive(os.read(self._read, 1 << 16))
-
-    def _receive(self, chunk: bytes) -> None:
-        if not chunk:
-            os.close(self._read)
-            self._read = -1
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if lines:
-            self.messages = json.loads(lines[-1])
+                chunk = os.read(self._read, 1 << 16)
+                if not chunk:
+                    os.close(self._read)
+                    self._read = -1
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                if lines:
+                    self.message = json.loads(lines[-1])
 
     def is_done(self) -> bool:
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[str, str] | None:
-        """Return a description of the child's crash and its last lines of output, or None if it has not crashed."""
+        """Return a description of the child's crash and its last output, or None if it has not crashed."""
         code = self._process.poll()
         if not code and not self._pmi.abort_requested:
             return None

@@ -5,7 +5,7 @@ protocol (Open MPI's mpiexec, srun --mpi=pmix). With the wrong protocol or none,
 the processes overwrite each other's files. Under a PMIx launcher, an MPICH without PMIx support ends its processes
 without an explanation, so the launcher is checked before MPI starts.
 
-`PmiRelay` connects the launcher to a child process that takes the place of a rank (`runtime.start.launch`).
+`PmiRelay` connects the launcher to a child process that acts as a rank (`runtime.start.launch`).
 """
 
 import os
@@ -29,8 +29,8 @@ _FORWARD_S = 0.2
 def check_before_start() -> None:
     """Raise `UserError` if the launcher uses PMIx and the MPI library is MPICH without PMIx support.
 
-    Such a library would end this process without an explanation. Under a PMIx launcher, this function initializes MPI
-    unless it raises the error. Under other launchers, it does nothing, and importing `mpi4py.MPI` initializes MPI.
+    Such a library would end this process without an explanation. Otherwise, under PMIx, this function initializes MPI.
+    Under other launchers, importing `mpi4py.MPI` does.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
@@ -49,11 +49,10 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Raise `UserError` if the launcher started several processes, but the MPI library sees only this one.
-
-    `library` is the name and version of the MPI library, and `size` is the number of ranks in MPI_COMM_WORLD.
-    """
-    variable, started = _started()
+    """Raise `UserError` if the launcher started several processes, but MPI_COMM_WORLD of `library` has `size` 1."""
+    # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
+    names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
+    started, variable = max((int(os.environ.get(name) or 0), name) for name in names)
     if started > 1 and size == 1:
         raise UserError(
             f"the launcher started {started} processes ({variable}), but {library} sees 1: {_advice(library)}"
@@ -61,7 +60,7 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def srun_advice() -> str | None:
-    """Return advice on srun's --mpi option for the error message if MPI fails to start, or None outside Slurm jobs."""
+    """Return advice on srun's --mpi option if MPI fails to start, or None outside Slurm jobs."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"srun --mpi must be {kinds}: srun --mpi=list shows the available types." if _is_slurm() else None
 
@@ -76,14 +75,6 @@ def srun_mpi() -> str:
     except (ImportError, RuntimeError):  # a login node may have no MPI library
         return SRUN_MPI["Open MPI"]
     return next((kind for name, kind in SRUN_MPI.items() if MPI.Get_library_version().startswith(name)), "pmix")
-
-
-def _started() -> tuple[str, int]:
-    """Return the name and value (0 if unset) of the environment variable with the number of started processes."""
-    # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
-    names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
-    size, name = max((int(os.environ.get(name) or 0), name) for name in names)
-    return name, size
 
 
 def _advice(library: str) -> str:
@@ -116,7 +107,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Start forwarding messages. Call this after the child process has been started."""
+        """Start forwarding messages, after the child process has been started."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()
@@ -146,11 +137,6 @@ class PmiRelay:
                 elif b"cmd=abort" in message:
                     self.abort_requested = True
                 else:
-                    self._track(message)
+                    if message.startswith((b"cmd=init pmi_version=1 ", b"cmd=finalize")):
+                        self._is_open = message.startswith(b"cmd=init")
                     os.write(sink, message)
-
-    def _track(self, message: bytes) -> None:
-        if message.startswith(b"cmd=init pmi_version=1 "):
-            self._is_open = True
-        elif message.startswith(b"cmd=finalize"):
-            self._is_open = False

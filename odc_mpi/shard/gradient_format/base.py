@@ -1,14 +1,6 @@
 """Interface for the number formats of gradients.
 
-The methods are called in this order. Arrays are identified by their index in the transport.
-
-    start                                       at the beginning of a minibatch
-    write_flat, accumulate                      in a backward pass: write gradients to a push buffer, or add to a sum
-    note_push                                   before a local sum is pushed
-    local_statistics, apply_global_statistics   gradients complete: this rank's numbers, and their sums over all ranks
-    to_gradients                                afterwards: convert this rank's gradients for the optimizer
-    note_scaling                                after all gradients have been divided by a number
-    sum_of_squares, norm                        gradient norm: this rank's squares, and the norm over all ranks
+The methods are called in the order of their definitions. Arrays are identified by their index in the transport.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +21,9 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Write gradients of array `index` to the buffer `flat`, and zeros to all other elements of the buffer.
+        """Write gradients of array `index` to the push buffer `flat`, and zeros to all other elements of the buffer.
 
         Args:
-            index: Index of the array in the transport.
             segments: Pairs of an offset in `flat` and the gradient to write there, in ascending order of offset.
             flat: Buffer, `[n]` of the gradient store's dtype.
         """
@@ -50,10 +41,6 @@ class GradientFormat(ABC):
 
         This call waits for the device.
         """
-
-    @abstractmethod
-    def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a scaled bound on the gradients of each pushed array, by index. Not finite if a gradient is not."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
@@ -82,3 +69,7 @@ class GradientFormat(ABC):
 
         The norm is NaN or infinite if a gradient is not finite.
         """
+
+    @abstractmethod
+    def bounds(self) -> Mapping[int, torch.Tensor]:
+        """Return a scaled bound on the gradients of each pushed array, by index. Not finite if a gradient is not."""

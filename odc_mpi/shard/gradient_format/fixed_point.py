@@ -3,12 +3,6 @@
 A gradient is multiplied by 2**exponent, where each array has its own exponent, and rounded to the nearest integer (ties
 to even). The integers are summed locally and by pushes, and the owner converts the sum back to floating-point numbers.
 
-    write_flat, accumulate    round each gradient once per backward pass of a unit
-    local_statistics,         gradients complete: exchange bounds and errors as integers; their sums determine the
-    apply_global_statistics   exponents of the next minibatch
-    to_gradients              convert the owner's integers to floating-point numbers
-    sum_of_squares, norm      sum squares as integers
-
 All numbers that the ranks exchange are sums, over pushes or elements, of integers that float64 represents exactly.
 Neither these sums nor the exponents depend on which rank ran which microbatch or on where the shards begin and end.
 

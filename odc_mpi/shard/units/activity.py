@@ -25,7 +25,7 @@ class ActivityReporter:
     """Reporter that publishes this rank's activity for others to print if they time out waiting for this rank."""
 
     def __init__(self, group: Group) -> None:
-        self._set_status = group.set_status
+        self._set_status = group.world.set_status
         self._last: tuple[str, str] | None = None
         self._override = ""
         self._in_minibatch = False

@@ -16,8 +16,8 @@ Note: in-place changes
     and when a unit is resharded. Changes through `.data` or numpy are not detected.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -42,6 +42,7 @@ class Unit:
         name: Dotted name of the submodule; "" for the root.
         indices: Indices of the arrays in the transport.
         ranges: For each parameter, by dotted name, the index of its array in `layouts` and its position in the array.
+        num_running_forwards: Number of running forward passes. While it is not 0, the unit is not resharded.
     """
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
@@ -62,15 +63,6 @@ class Unit:
     def is_root(self) -> bool:
         """True if this is the unit of the root module."""
         return self.name == ""
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Context manager for a running forward pass of the unit, which is then not resharded to free memory."""
-        self.num_running_forwards += 1
-        try:
-            yield
-        finally:
-            self.num_running_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
         """Start fetching the unit's arrays by calling `fetch` with the index of each array. One-sided.

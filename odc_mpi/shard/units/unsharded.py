@@ -8,24 +8,11 @@ as follows:
     units within `cache`           until the minibatch ends, like all units whose arrays are views of shared memory
     other units                    at most max(1, prefetch) of them; the least recently used one is resharded first
 
-A lookup of `module.weight` takes these steps:
-
-    modules.OnDemandParameters      looks up the parameter's dotted name
-    UnitForwards.parameter          returns the same tensor throughout a forward pass of a unit; to create it:
-    UnshardedUnits.unshard          reshards other units, fetches this one or waits for its fetch, and prefetches the
-                                    units expected next (`shard.prefetch`)
-    Unit.start_fetch, Unit.wait     hold a `comm.work.FetchWork` for each flat array of the unit
-    ParameterStore.fetch            returns a view, or acquires a buffer and fills it by `start_fetch`, the only step
-                                    that may run on the fetch thread
-    autograd.UnshardedParameters    autograd node whose outputs are tensors over the arrays (`Unit.parameter`)
-
-`autograd.SavedTensorHooks` calls `unshard` for parameters that autograd has saved. Gradients pass from
-`UnshardedParameters.backward` to `gradients.GradientPusher`. While modules hold materialized parameters
-(`modules.materialized_parameters`), there are no lookups.
+`autograd.UnitForwards` calls `unshard` when a module looks up a parameter; `autograd.SavedTensorHooks` calls it for
+parameters that autograd has saved.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from typing_extensions import override
@@ -57,28 +44,20 @@ class UnshardedUnits:
             or are collective.
         parameter_version: Version of the parameters, incremented by `invalidate`.
         fetch_allowed: False while owners may write to their shards, when fetches raise RuntimeError. Set by the model.
-        reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
+        reshard_forbidden: True while modules hold the tensors of the units (`modules.materialized_parameters`).
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        prefetch: int = 0,
-        spans: SpanRecorder | None = None,
-        traffic: TrafficCounter | None = None,
-    ) -> None:
+    def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter) -> None:
         self.cache = CacheBudget()
         self.activity = ActivityReporter(transport.group)
-        self._transport = transport
-        self._spans = spans or SpanRecorder()
-        self._traffic = traffic or TrafficCounter(transport)
+        self._transport, self._spans, self._traffic = transport, spans, traffic
         parameters = transport.parameters
         can_prefetch = parameters.enqueues_only or (transport.thread_safe and transport.one_sided)
         self._prefetch = prefetch if can_prefetch and parameters.access.transfers else 0
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         needs_thread = self._prefetch and not parameters.enqueues_only
         self._thread = CommunicationThread("odc_mpi-fetch") if needs_thread else None
-        self._predictor: PrefetchPredictor[Unit] = PrefetchPredictor()
+        self._predictor = PrefetchPredictor()
         # Units that are unsharded or being fetched, ordered by last use or start of the prefetch, oldest first.
         self._held: dict[Unit, None] = {}
         self._latest: Unit | None = None
@@ -105,11 +84,10 @@ class UnshardedUnits:
         if unit.state is UnitState.SHARDED:
             self._check_fetch_allowed()
             self._make_room(unit, self._max_others)
-            self._complete(unit, self._transport.parameters.fetch)
-        elif unit.state is UnitState.FETCHING:
-            self._complete(unit)
-        else:
+        if unit.state is UnitState.UNSHARDED:
             self._held[unit] = self._held.pop(unit)
+        else:
+            self._complete(unit)
         self._latest = unit
         self.activity.update(phase, unit.name)
         if self._prefetch:
@@ -127,15 +105,6 @@ class UnshardedUnits:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
-
-    @contextmanager
-    def no_reshard(self) -> Iterator[None]:
-        """Context manager in which `reshard_all` raises RuntimeError, because modules hold the units' tensors."""
-        self.reshard_forbidden = True
-        try:
-            yield
-        finally:
-            self.reshard_forbidden = False
 
     def reshard_all(self) -> None:
         """Complete the fetches in flight and release the full parameters of all units. One-sided."""
@@ -194,15 +163,15 @@ class UnshardedUnits:
                 "them: evaluate or save after publish()"
             )
 
-    def _complete(self, unit: Unit, fetch: Callable[[int], FetchWork] | None = None) -> None:
-        """Complete the fetch of a unit, after starting it with `fetch` if that is given."""
+    def _complete(self, unit: Unit) -> None:
+        """Complete the fetch of a unit, after starting it if the unit is sharded."""
         self._held.pop(unit, None)  # until the fetch is complete, since it may fail
         access = self._transport.parameters.access
         if access.transfers:
             self.activity.update("fetching", unit.name)
         with self._spans.span("fetch"):
-            if fetch is not None:
-                self._start(unit, fetch)
+            if unit.state is UnitState.SHARDED:
+                self._start(unit, self._transport.parameters.fetch)
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
@@ -216,7 +185,6 @@ class UnshardedUnits:
             self._traffic.add_fetch(index)
 
     def _prefetch_after(self, unit: Unit) -> None:
-        """Start fetching the units expected after `unit`."""
         self._predictor.record(unit)
         expected = self._predictor.predict(self._prefetch)
         for following in expected:

@@ -1,8 +1,8 @@
 """Exchange of fragments between islands: sending differences, receiving those of all islands, and checking them."""
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,14 @@ class Received(NamedTuple):
 
 
 class FragmentExchange:
-    """Exchanges one fragment at a time between islands. Construction is collective."""
+    """Exchanges one fragment at a time between islands. Construction is collective.
+
+    Args:
+        message_bytes: Sizes in bytes of this rank's messages, one for each fragment.
+
+    Attributes:
+        watch: Watch on the norms of the islands' differences.
+    """
 
     def __init__(
         self,
@@ -71,12 +78,11 @@ class FragmentExchange:
         message_bytes: Sequence[int],
         norm_limit: float,
     ) -> None:
-        """Create the exchange. `message_bytes` are the sizes of this rank's messages, one for each fragment."""
         self._world, self._islands, self._optimizer = world, islands, optimizer
         self._exchange = OuterExchange(world, islands)
         # The ranks of an island share a fragment unevenly.
         self._mean_bytes = self._exchange.gather(np.array(message_bytes)).mean(axis=0) * (islands.size - 1)
-        self._watch = NormWatch(islands.size, len(message_bytes), norm_limit)
+        self.watch = NormWatch(islands.size, len(message_bytes), norm_limit)
 
     def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> Sent:
         """Start gathering the differences of all islands, weighted by `amounts`. Collective, but does not wait."""
@@ -94,7 +100,7 @@ class FragmentExchange:
         messages = self._exchange.wait()
         waited_s = time.perf_counter() - began
         mean, norms, wait_s = self._combine(fragment, messages, weights, waited_s)
-        left_out = self._watch.check(fragment, [norm / sent.num_steps for norm in norms[:num_islands]])
+        left_out = self.watch.check(fragment, [norm / sent.num_steps for norm in norms[:num_islands]])
         if left_out:
             weights = normalized(weights, left_out)
             mean, norms, _ = self._combine(fragment, messages, weights, 0.0)
@@ -113,14 +119,6 @@ class FragmentExchange:
     def close(self) -> None:
         """Wait for messages in flight, and free the communicator. Collective. Idempotent."""
         self._exchange.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the watch on norms as JSON types."""
-        return self._watch.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of the watch on norms."""
-        self._watch.load_state_dict(state_dict)
 
     def _combine(
         self, fragment: int, messages: torch.Tensor, weights: Sequence[float], waited_s: float

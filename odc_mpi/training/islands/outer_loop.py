@@ -47,10 +47,6 @@ class OuterLoop:
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. With 0, only
             differences that are not finite are left out.
 
-    Attributes:
-        index: Index of this rank's island.
-        num_islands: Number of islands.
-
     Raises:
         UserError: There is a single island, the islands have another mode, or `sync_every`, `fragments` and `delay` do
             not fit together.
@@ -87,24 +83,24 @@ class OuterLoop:
         slices = [each for each, _ in model.slices() if each.spec.requires_grad]
         self._names = [each.spec.name for each in slices]
         own = [ParameterSlice(each.spec.name, each.spec.numel, each.start, each.stop) for each in slices]
-        parts, encoding = make_fragments(own, fragments), make_encoding(wire)
+        encoding, self._fragments = make_encoding(wire), make_fragments(own, fragments)
         self._optimizer = OuterOptimizer(
             model.shard_parameters(),
-            parts,
+            self._fragments,
             encoding,
             learning_rate=learning_rate,
             momentum=momentum,
             local_share=local_share,
             error_feedback=error_feedback,
         )
-        sizes = [encoding.num_bytes(part.num_elements) for part in parts]
+        sizes = [encoding.num_bytes(part.num_elements) for part in self._fragments]
         self._exchange = FragmentExchange(world, islands, self._optimizer, sizes, norm_limit)
         self._num_steps = 0
         # Loss tokens or pairs of each island, and steps, since each fragment was last sent.
         self._amounts = np.zeros((fragments, islands.size))
         self._ages = np.zeros(fragments, dtype=np.int64)
         self._in_flight: Sent | Received | None = None
-        # Mean difference of the fragment in flight in the shapes of the slices, if it was saved or loaded.
+        # Loaded mean difference of the fragment in flight, with zeros outside the fragment.
         self._gradient: list[torch.Tensor] | None = None
 
     def step(self, amounts: Sequence[float], *, sync_all: bool = False) -> SyncResult | None:
@@ -156,8 +152,6 @@ class OuterLoop:
         """Wait for the fragment in flight, if any, so that `shared_tensors` contains it. Collective."""
         if isinstance(self._in_flight, Sent):
             self._in_flight = self._exchange.receive(self._in_flight)
-        if self._in_flight and self._in_flight.mean is not None:
-            self._gradient = self._gradient or self._optimizer.spread(self._in_flight.fragment, self._in_flight.mean)
 
     def close(self) -> None:
         """Free the communicator. Collective. Idempotent. Call this before the model is closed."""
@@ -188,16 +182,15 @@ class OuterLoop:
 
     def _apply(self, *, average: bool = False) -> SyncResult:
         with self._model.spans.span("outer_sync"):
+            self.receive()
             received = self._in_flight
-            assert received is not None
-            if isinstance(received, Sent):
-                received = self._exchange.receive(received)
+            assert isinstance(received, Received)
             if average and received.mean is not None:
                 self._optimizer.average(received.fragment, received.mean)
             else:
                 was_left_out = self.index in received.left_out
                 self._optimizer.apply(received.fragment, received.mean, keep_local=not was_left_out)
-        self._in_flight = self._gradient = None
+        self._in_flight = None
         return received.result
 
     def shared_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -207,8 +200,9 @@ class OuterLoop:
         of the fragment in flight ("outer/gradient"), if any. Call `receive` before.
         """
         tensors = {"model": self._optimizer.outer, "outer/momentum_buffer": self._optimizer.velocities}
-        if self._gradient:
-            tensors["outer/gradient"] = self._gradient
+        if isinstance(self._in_flight, Received) and self._in_flight.mean is not None:
+            tensors["outer/gradient"] = [torch.zeros_like(each) for each in self._optimizer.outer]
+            self._fragments[self._in_flight.fragment].write(self._in_flight.mean, tensors["outer/gradient"])
         return {kind: self._by_name(slices) for kind, slices in tensors.items()}
 
     def island_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -249,7 +243,7 @@ class OuterLoop:
             "amounts": self._amounts.tolist(),
             "ages": self._ages.tolist(),
             "in_flight": [received.fragment, received.left_out, list(received.result)] if received else None,
-            "norm_watch": self._exchange.state_dict(),
+            "norm_watch": self._exchange.watch.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -261,13 +255,13 @@ class OuterLoop:
         amounts = np.array(state["amounts"])
         if amounts.shape == self._amounts.shape:
             self._amounts, self._ages = amounts, np.array(state["ages"])
-            self._exchange.load_state_dict(state["norm_watch"])
+            self._exchange.watch.load_state_dict(state["norm_watch"])
         if state["schedule"] != asdict(self._schedule):
             return
         self._num_steps = state["num_steps"]
         if state["in_flight"]:
             fragment, left_out, result = state["in_flight"]
-            mean = self._optimizer.collect(fragment, gradient) if gradient else None
+            mean = self._fragments[fragment].read(gradient) if gradient else None
             left_out = left_out if amounts.shape == self._amounts.shape else []
             self._in_flight = Received(fragment, mean, left_out, SyncResult(*result))
 

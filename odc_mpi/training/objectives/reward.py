@@ -9,7 +9,7 @@ from typing_extensions import override
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows, select_last_tokens
-from odc_mpi.models.heads.scores import RewardScores
+from odc_mpi.models.heads import reward_scores
 from odc_mpi.training.objectives.pairs import PairScorer, PairScores
 from odc_mpi.training.pairs.settings import RewardConfig
 
@@ -27,7 +27,7 @@ class RewardScorer(PairScorer):
     margin, accuracy = "margin", "accuracy"
 
     def __init__(self, module: torch.nn.Module, packs: bool, reward: RewardConfig) -> None:
-        self._scores, self._packs = RewardScores(module), packs
+        self._module, self._packs = module, packs
         self._center = reward.center_rewards_coefficient or 0.0
         self._padding: int = module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
 
@@ -35,7 +35,7 @@ class RewardScorer(PairScorer):
         """Return the scores at the last non-padding tokens of both answers, float64 `[pairs, 2]`. One-sided."""
         pairs = select_last_tokens(cast(PairMicrobatch, microbatch), self._padding)
         pairs = pairs if self._packs else as_padded_rows(pairs)
-        return self._scores(pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
+        return reward_scores(self._module, pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
 
     @override
     def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class RewardEvaluator(PeriodicEvaluator):
                 def on_prompt_done(i: int, completions: PromptCompletions, indices: list[int] = indices) -> None:
                     results.append(self._evaluate_completion(indices[i], completions))
 
-                sample(cast(Any, self._model.module), prompts, sampling, on_prompt_done, self._report_token)
+                sample(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
         # In the order of the prompts, so that sums do not depend on which rank generated what.
         all_results = sorted(itertools.chain.from_iterable(self._world.gather_objects(results)))
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published

@@ -36,7 +36,7 @@ from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.rewards import GroupRewards, RewardFunction, compute_rewards
-from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, SampleFn, sample
+from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import MinibatchSource
@@ -89,7 +89,6 @@ class RolloutSource(MinibatchSource):
         self._exact, self._packs = config.run.exact, packs
         self._max_tokens = config.data.max_tokens_per_microbatch
         self._prompts, self._loader, self._reward_functions = prompts, loader, reward_functions
-        self._engine: SampleFn = sample
         self._codec = PromptCodec(prompts)
         num_groups = config.data.minibatch_sequences // config.rl.num_generations
         self._tickets = Tickets(world)
@@ -205,7 +204,7 @@ class RolloutSource(MinibatchSource):
             self._model.activity("generating") as self._note,
             unsharded_if_fits(self._model),
         ):
-            self._engine(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
+            sample(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
         self._metrics.add("generate_s", time.perf_counter() - began)
         return unpublished
 

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi import __version__
-from odc_mpi.checkpoint.island_state import make_training_state
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord, blocks, compute_digest
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import stored_type
@@ -37,6 +36,7 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.islands.outer_loop import OuterLoop
+from odc_mpi.training.islands.state import make_training_state
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock

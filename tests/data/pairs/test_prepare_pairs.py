@@ -1,9 +1,7 @@
 """Preference data from files to a data set: tokens, masks, truncation, invalid and mixed records, and the report."""
 
 import copy
-import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,11 @@ import pytest
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
-from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.dataset.verify import verify_dataset
+from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
-from odc_mpi.data.prepare import PrepareOptions, eval_output_path
+from odc_mpi.data.prepare import PrepareOptions
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -162,80 +159,17 @@ def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report: Pr
     assert "up to date" in again.describe() and "2 pairs" in again.describe()
 
 
-def read_all(path: Path) -> Iterator[list[Any]]:
-    with Dataset(path) as dataset:
-        assert dataset.pair_counts is not None
-        for i in range(len(dataset)):
-            yield [*(array.tolist() for array in dataset[i]), dataset.pair_counts[i].tolist()]
-
-
-def test_all_kinds_of_files_give_the_same_pairs(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow.parquet")
-    datasets = pytest.importorskip("datasets")
-    user = [{"role": "user", "content": "How many?"}]
-    chats = [
-        {"prompt": user, **{n: [{"role": "assistant", "content": f"{n} {i}"}] for n in ("chosen", "rejected")}}
-        for i in range(5)
-    ]
-    texts = [{name: f"How many? {name} {i}" for name in ("chosen", "rejected")} for i in range(5)]
-    for records in (chats, texts):
-        found = [
-            list(read_all(prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, force=True).path))
-            for source in written(records, tmp_path, pyarrow, datasets)
-        ]
-        assert len(found[0]) == 5 and found == [found[0]] * len(found)
-
-
-def written(records: list[dict[str, Any]], folder: Path, pyarrow: Any, datasets: Any) -> Iterator[Path]:
-    yield write_lines(folder / "a.jsonl", *records)
-    (folder / "a.json").write_text(json.dumps(records))
-    yield folder / "a.json"
-    table = datasets.Dataset.from_list(records)
-    pyarrow.write_table(table.data.table, folder / "a.parquet")
-    yield folder / "a.parquet"
-    table.save_to_disk(folder / f"saved{len(records[0])}")
-    yield folder / f"saved{len(records[0])}"
-    if isinstance(records[0]["chosen"], str):
-        with (folder / "a.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, records[0].keys())
-            writer.writeheader()
-            writer.writerows(records)
-        yield folder / "a.csv"
-
-
-def test_pairs_of_several_processes_are_held_out_alike(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    records = [{"prompt": f"How many {i}?", "chosen": f"{i}.", "rejected": f"{i + 1}!" * 300} for i in range(900)]
-    source = write_lines(tmp_path / "a.jsonl", *records)
-    files = []
-    for num_proc in (1, 2):
-        out = tmp_path / str(num_proc) / "a.h5"
-        report = prepare(source, out, tokenizer=stdlib_report.path, num_proc=num_proc, eval_fraction=0.2)
-        files.append([out.read_bytes(), eval_output_path(out).read_bytes()])
-    assert files[0] == files[1]
-    assert report.num_sequences + report.num_eval_sequences == 900 and 100 < report.num_eval_sequences < 260
-    # Answers decide, too.
-    source = write_lines(tmp_path / "b.jsonl", *(letters(3, 2, i) for i in range(1, 100)))
-    report = prepare(source, tmp_path / "b.h5", tokenizer=stdlib_report.path, eval_fraction=0.5)
-    assert 20 < report.num_eval_sequences < 80
-
-
 def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     pairs = write_lines(tmp_path / "pairs.jsonl", *[letters(3, 2, 1)] * 3)
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
-    expected = {
-        (
-            pairs,
-            texts,
-        ): "texts.jsonl, line 1: got an example without chosen and rejected, but {}pairs.jsonl, line 1 is a",
-        (texts, pairs): "pairs.jsonl, line 1: got a pair of answers, but {}texts.jsonl, line 1 is an example without",
-        (both,): "both.jsonl, line 3: got a pair of answers, but {}both.jsonl, line 1 is an example without",
-        (
-            pairs,
-            "stdlib",
-        ): "stdlib, function 1: got an example without chosen and rejected, but {}pairs.jsonl, line 1 is",
-    }
-    for sources, words in expected.items():
+    other, pair = "an example without chosen and rejected", "a pair of answers"
+    for sources, words in (
+        ([pairs, texts], f"texts.jsonl, line 1: got {other}, but {{}}pairs.jsonl, line 1 is {pair}"),
+        ([texts, pairs], f"pairs.jsonl, line 1: got {pair}, but {{}}texts.jsonl, line 1 is {other}"),
+        ([both], f"both.jsonl, line 3: got {pair}, but {{}}both.jsonl, line 1 is {other}"),
+        ([pairs, "stdlib"], f"stdlib, function 1: got {other}, but {{}}pairs.jsonl, line 1 is {pair}"),
+    ):
         options = PrepareOptions(tokenizer=stdlib_report.path, bad_lines="skip")
         with pytest.raises(UserError) as caught:
             module.prepare([str(each) for each in sources], tmp_path / "a.h5", options)

@@ -23,10 +23,3 @@ def test_flops_count_the_multiplications_of_a_layer() -> None:
     cost = flops_cost(num_parameters=4 * hidden * hidden, num_layers=1, hidden_size=hidden)
     # The formula takes s² / 2 pairs for s (s + 1) / 2.
     assert cost.sequence([length])[0] == pytest.approx(3 * (matrices + attention), rel=1 / length)
-
-
-def test_a_microbatch_costs_its_sequences_and_a_constant() -> None:
-    cost = CostModel(2.0, 0.5, constant=7.0)
-    assert cost.microbatch([1, 4]) == 2.5 + 16.0 + 7.0
-    assert cost.microbatch([]) == 7.0
-    assert cost.sequence([1]).tolist() == [2.5]

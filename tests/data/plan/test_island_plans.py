@@ -12,9 +12,8 @@ from pair_files import write_pairs
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader, Minibatch, find_strategy
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan, plan_islands
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.islands import plan_islands
 
 #: Cost models under which minibatches are divided differently.
 LINEAR, QUADRATIC = CostModel(), CostModel(quadratic=1.0)

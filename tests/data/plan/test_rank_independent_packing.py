@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from length_fixtures import COST, lognormal_lengths
 
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.rank_independent_packing import one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.errors import UserError
 
 FIRST, LATER = CostModel(), CostModel(constant=300.0, linear=1.0, quadratic=0.01)

@@ -8,21 +8,18 @@ from typing import Any
 import pytest
 
 from odc_mpi.data.examples import Conversation, parse_example
-from odc_mpi.data.readers import hf_datasets
-from odc_mpi.data.readers.hf_datasets import is_hub_name
+from odc_mpi.data.readers import arrow
+from odc_mpi.data.readers.arrow import is_hub_name
 from odc_mpi.data.sources import find_sources
 from odc_mpi.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": 0}], "id": 1},
     {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "tool_calls": [CALL]}]},
 ] * 200
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def refused(*words: str, split: str | None = None) -> str:
@@ -44,7 +41,7 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_datasets, "load", None)
+    monkeypatch.setattr(arrow, "load", None)
     Path("mine").mkdir()
     Path("mine/chats.jsonl").write_text("")
     for name in ("mine/chat.jsonl", "./mine/chats.json", "mine/chats", "mine/../mine/chats.jsonl.gz"):

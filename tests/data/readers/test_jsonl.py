@@ -6,33 +6,18 @@ from typing import Any
 import pytest
 
 from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, parse_example
-from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def read_bytes(
-    content: bytes,
-    name: str = "a.jsonl",
-    columns: Columns | None = None,
-    bad: InvalidRecords | None = None,
-) -> list[Example]:
+def read_bytes(content: bytes, name: str = "a.jsonl", columns: Columns | None = None) -> list[Example]:
     Path(name).write_bytes(content)
-    examples = []
-    for block in read_records(Path(name), lambda _: None):
-        for where, record in block.records():
-            try:
-                examples.append(parse_example(record(), where, columns))
-            except InvalidRecordError as error:
-                (bad or InvalidRecords()).add(error)
-    return examples
+    blocks = read_records(Path(name), lambda _: None)
+    return [parse_example(record(), where, columns) for block in blocks for where, record in block.records()]
 
 
 def line(record: Any) -> bytes:
@@ -136,15 +121,7 @@ def test_byte_order_mark_and_windows_line_ends() -> None:
 def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
     message = refused(line({"text": "good"}) + b"\n" + bad.removesuffix(b"\n") + b"\n" + line({"text": "good"}))
     assert message.startswith("a.jsonl, line 3: ")
-    assert expected in message and "--bad-lines skip" in message
-
-
-def test_bad_lines_can_be_skipped() -> None:
-    content = b'{"text": "x"}\n{"text": \n{}\n[]\n{"text": "y"}\n3\n'
-    bad = InvalidRecords(skip=True)
-    assert [example.location[-1] for example in read_bytes(content, "a", bad=bad)] == ["1", "5"]
-    assert bad.num_skipped == 4
-    assert [message[:9] for message in bad.first] == ["a, line 2", "a, line 3", "a, line 4"]
+    assert expected in message
 
 
 def test_empty_texts_are_legal_and_may_have_no_loss_tokens() -> None:

@@ -15,12 +15,9 @@ from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.readers.text_files import count_records, read_records
 from odc_mpi.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("in_a_folder")
+
 RECORDS = [{"instruction": f"a{i} \u00e4\n", "input": "", "output": "x" * i, "n": [1.5, None, {}]} for i in range(50)]
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def read(content: str | bytes, name: str) -> list[tuple[str, Any]]:

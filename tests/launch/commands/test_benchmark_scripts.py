@@ -5,11 +5,13 @@ import json
 import pytest
 from mpi_launch import ROOT, launch
 
+from odc_mpi.runtime.start.start_times import PHASES
+
 pytestmark = pytest.mark.slow
 
 
-def printed(script, *words):
-    done = launch(2, ROOT / "benchmarks" / script, *words, timeout_s=100)
+def printed(script, *words, ranks=2):
+    done = launch(ranks, ROOT / "benchmarks" / script, *words, timeout_s=200)
     assert done.code == 0, done.err
     return json.loads(done.out.splitlines()[-1])
 
@@ -36,3 +38,18 @@ def test_progress():
     )
     assert [list(size["variants"]) for size in result["reduction"]] == [["put", "accumulate", "mailbox"]] * 2
     assert len(result["goals"]) == 10
+
+
+@pytest.mark.timeout(240)
+def test_start(config):
+    """The median of one phase that does not communicate is that of its seconds with a core for each rank."""
+    result = printed("start.py", "--config", config, "--ranks", "2,3", "--json", ranks=0)
+    starts, cores = result["starts"], result["cores"]
+    assert [start["ranks"] for start in starts] == [2, 3]
+    for start in starts:
+        assert list(start["start_s"]) == [*PHASES, "total"] and start["host_bytes"] > 1 << 20
+        *phases, total = start["start_s"].values()
+        assert max(phases) <= total <= sum(phases) + 0.01
+        assert all(start["start_s"][phase] > 0 for phase in ("imports", "mpi", "inputs", "windows", "first_step"))
+    imports_s = [start["start_s"]["imports"] * min(1, cores / start["ranks"]) for start in starts]
+    assert result["predicted_s"]["imports"] == pytest.approx(sum(imports_s) / 2)

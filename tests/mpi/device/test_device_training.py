@@ -8,6 +8,7 @@ from test_device_transport import LateDeviceWindow
 from torch import nn
 
 from odc_mpi import api
+from odc_mpi.comm import factory
 from odc_mpi.comm.device import device_memory
 from odc_mpi.comm.device.device_memory import device_shard_bytes
 from odc_mpi.comm.device.device_stores import DeviceParameters
@@ -15,7 +16,6 @@ from odc_mpi.comm.device.single_rank import SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce import device_slots
-from odc_mpi.comm.windows import device_window
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
 from odc_mpi.probe.decision import decide
@@ -43,7 +43,7 @@ def pose_as_device(monkeypatch, tmp_path):
     monkeypatch.setattr(made, "export", export)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)
-    for module in (device_window, device_slots):
+    for module in (factory, device_slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
     return made
 

@@ -9,9 +9,9 @@ from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from units import assert_pushed, random_pushes
 
+from odc_mpi.comm import factory
 from odc_mpi.comm.factory import gradient_store_factories, window_transport
 from odc_mpi.comm.reduce import device_slots
-from odc_mpi.comm.windows import device_window
 from odc_mpi.comm.windows.device_window import DeviceWindow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -73,7 +73,7 @@ def bytes_of(view):
 
 @pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread", "mailbox mapped"])
 def make(world, monkeypatch, request, allocate):
-    for module in (device_window, device_slots):
+    for module in (factory, device_slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
 
     def build(sizes=SIZES, **dtypes):

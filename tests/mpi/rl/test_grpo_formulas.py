@@ -1,6 +1,7 @@
 """Loss and gradient of given rollouts against formulas in plain torch, in float64 but for transformers' norms."""
 
 from itertools import chain
+from unittest.mock import patch
 
 import numpy as np
 import peft
@@ -11,7 +12,7 @@ from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_promp
 
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.rl import source
 from odc_mpi.training.run import build_trainer, decide
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
@@ -51,7 +52,6 @@ def give(module, prompts, sampling, deliver, progress):
 def train(world, config):
     """Train; return for each step the metrics, the full gradients and the parameters before it."""
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
-    next(each for each in trainer.callbacks if isinstance(each, RolloutSource))._engine = give
     model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []
 
     def divide_and_keep(divisor):
@@ -59,7 +59,7 @@ def train(world, config):
         own.append({name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None})
 
     model.divide_gradients_ = divide_and_keep
-    with trainer:
+    with patch.object(source, "sample", give), trainer:
         for _ in range(STEPS):
             before = {name: value.clone() for name, value in model.state_dict().items()}
             metrics = trainer.step()

@@ -9,8 +9,8 @@ from small_training import assert_close, configure, expected, training
 
 from odc_mpi import api
 from odc_mpi.data import loader
-from odc_mpi.data.plan.balance import Plan, dynamic
-from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
+from odc_mpi.data.plan.balance import Plan, SequenceSplit, dynamic
+from odc_mpi.data.plan.context_parallel import even_bounds
 from odc_mpi.errors import UserError
 from odc_mpi.training import context_parallel
 from odc_mpi.training import run as training_run

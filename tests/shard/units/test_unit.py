@@ -4,6 +4,8 @@ import torch
 from ranks import RecordingTransport, on_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.traffic import TrafficCounter
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS, UnshardedUnits
 
@@ -34,10 +36,16 @@ def value_of(name: str) -> int:
     return sum(map(ord, name)) * 1000
 
 
-def simple(transport: RecordingTransport, count: int) -> tuple[list[Unit], UnshardedUnits]:
+def simple(transport: RecordingTransport, count: int, prefetch: int = 0) -> tuple[list[Unit], UnshardedUnits]:
     """A root and some units of one array."""
     names = ["", *(f"u{i}" for i in range(count))]
-    return host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names]), UnshardedUnits(transport)
+    return host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names]), unsharded_units(
+        transport, prefetch
+    )
+
+
+def unsharded_units(transport: RecordingTransport, prefetch: int = 0) -> UnshardedUnits:
+    return UnshardedUnits(transport, prefetch, SpanRecorder(), TrafficCounter(transport))
 
 
 def states(units: Sequence[Unit]) -> str:
@@ -67,7 +75,7 @@ def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTra
 def test_find_returns_the_unit_of_a_view(transport: RecordingTransport) -> None:
     arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
     (unit,) = host(transport, [("u", arrays)])
-    ready = UnshardedUnits(transport)
+    ready = unsharded_units(transport)
     ready.unshard(unit)
     parameter = unit.parameter("t.0")
     for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):

@@ -1,21 +1,78 @@
-"""Reading data sets of the library `datasets`: directories written by `save_to_disk`, and data sets on the Hub.
+"""Reading data in Arrow's format: Parquet files, and data sets of the library `datasets`.
 
-The extra `datasets` installs the library, which is imported only if the user specifies such a source. Code in data sets
-is never run, because the library has not supported it since version 4.
+The libraries pyarrow and datasets are imported only if the user specifies such a source. Code in data sets is never
+run, because the library `datasets` has not supported it since version 4.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.records import Block, without_nulls
+from odc_mpi.data.readers.records import Block
 from odc_mpi.errors import UserError, one_line_message
 
+PARQUET_SUFFIX = ".parquet"
 _BATCH_ROWS = 256
+#: Number of bytes of a column to read at a time. A complete row group may be as large as the file.
+_BUFFER_BYTES = 1 << 20
 #: Owner and name on the Hub, optionally with a configuration, such as "openai/gsm8k/main".
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(/[\w.-]+)?")
 _DEFAULT_SPLIT = "train"
+
+
+def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
+    """Yield the rows of a file in blocks, in the order of the file. Columns with dates or times are omitted.
+
+    The number of bytes passed to `on_bytes_read` is approximate. Raises a `UserError` if the file or a value cannot be
+    read, or if pyarrow is missing.
+    """
+    size, done = path.stat().st_size, 0
+    with _opened(path) as file:
+        from pyarrow.types import is_temporal
+
+        total = max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
+            numbers = list(range(done + 1, done + batch.num_rows + 1))
+            # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
+            no_times = [i for i, field in enumerate(batch.schema) if not is_temporal(field.type)]
+            try:
+                rows = [_without_nulls(row) for row in batch.select(no_times).to_pylist()]
+            except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
+                place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
+                raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
+            yield Block(str(path), "row", numbers, rows)
+            done += batch.num_rows
+            on_bytes_read(size * batch.num_rows // total)
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of rows. Raises a `UserError` if the file cannot be read, or if pyarrow is missing."""
+    with _opened(path) as file:
+        return int(file.metadata.num_rows)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file, and convert read errors in the `with` body to a `UserError` that contains the path."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"reading {str(path)!r} requires the package pyarrow: pip install 'odc_mpi[parquet]'"
+        ) from error
+    try:
+        # ParquetFile itself opens only files whose names are UTF-8.
+        with (
+            pyarrow.OSFile(os.fsencode(path)) as stream,
+            pyarrow.parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file,
+        ):
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({one_line_message(error)}); the file may be truncated") from error
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -78,6 +135,13 @@ def read_rows(name: str, dataset: Any, on_bytes_read: Callable[[int], None], num
             batch = dataset[begin : begin + _BATCH_ROWS]
         except Exception as error:  # damaged files, missing libraries for nested media
             raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
-        rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+        rows = [_without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         yield Block(name, "row", list(range(begin + 1, begin + len(rows) + 1)), rows)
         on_bytes_read(num_bytes * len(rows) // len(dataset))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value from a table without its null fields, at any depth: fields that only other records have."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

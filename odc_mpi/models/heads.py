@@ -1,16 +1,19 @@
-"""Prediction tasks for models: the next token or a reward. Transformers has one class per task and model family.
+"""Prediction tasks for models, the next token or a reward, and the scores of reward models.
 
 A reward model is a transformers sequence classifier, which is a causal model with a linear layer `score` in place of
 the language model head. Its output for a sequence is the score of the last token that is not padding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 
 from odc_mpi.errors import UserError
+from odc_mpi.models.logps.logit_transform import replaced_forwards
 
 #: Entry that odc_mpi sets to True in config.json of a reward model. It means that chats end with the end-of-turn token
 #: in training, without the whitespace that templates append.
@@ -23,13 +26,11 @@ class Task:
 
     Attributes:
         description: Kind of model, for error messages.
-        suffix: Suffix of class names by which `task_of` recognizes the task; empty for the default task.
         auto_class: Transformers class that builds a model for this task from a configuration.
         new_head: Name of the head that only models for this task have, or None. It is trained in full, even with LoRA.
     """
 
     description: str
-    suffix: str
     auto_class: Any
     peft_type: str
     new_head: str | None = None
@@ -57,22 +58,35 @@ class Task:
             )
 
 
-CAUSAL_LM = Task("causal model", "", transformers.AutoModelForCausalLM, "CAUSAL_LM")
-REWARD = Task(
-    "sequence classifier",
-    "ForSequenceClassification",
-    transformers.AutoModelForSequenceClassification,
-    "SEQ_CLS",
-    "score",
-)
+CAUSAL_LM = Task("causal model", transformers.AutoModelForCausalLM, "CAUSAL_LM")
+REWARD = Task("sequence classifier", transformers.AutoModelForSequenceClassification, "SEQ_CLS", "score")
 
 
 def task_of(class_name: str) -> Task:
     """Return the task of a transformers model, given its class name; `CAUSAL_LM` for unknown classes."""
-    return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
+    return REWARD if class_name.endswith("ForSequenceClassification") else CAUSAL_LM
 
 
 def set_padding(config: Any, padding: int) -> None:
     """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model."""
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)
+
+
+def reward_scores(module: Any, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
+    """Score tokens with a reward model, sharded or not, in the dtype of the model. One-sided if it is sharded.
+
+    `inputs` are the model's keyword arguments. `positions`, int64 `[K]`, selects tokens in the flattened batch. Returns
+    the scores, `[K]`.
+    """
+    layer = getattr(module, str(REWARD.new_head))
+    score, scores = layer.forward, []
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        scores.append(score(hidden.flatten(0, -2)[positions])[:, 0])
+        return hidden.new_zeros(*hidden.shape[:-1], 1)  # the model selects one per row; its output is not used
+
+    with replaced_forwards({layer: head}):
+        module(**inputs)
+    (result,) = scores
+    return result

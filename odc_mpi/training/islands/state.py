@@ -9,7 +9,7 @@ same way on every island, holds the outer parameters, which all islands share. R
     island/K/optimizer/KEY/NAME     optimizer state of island K                               written by island K
     island/K/KEY/NAME               other state of island K, such as a residual               written by island K
 
-So `model/` can be exported, or resumed from, as in any other checkpoint. What a run restores:
+What a run restores:
 
     checkpoint                      parameters      optimizer state     outer state     other state of the island
     of the same number of islands   island K's      island K's          all             island K's
@@ -19,8 +19,7 @@ So `model/` can be exported, or resumed from, as in any other checkpoint. What a
 A run without an outer optimizer restores the outer parameters and the mean of the optimizer states.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Iterator, Mapping
 
 import torch
 from typing_extensions import override
@@ -29,34 +28,7 @@ from odc_mpi.checkpoint.manifest import Manifest, island_prefix
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, TensorRange, TrainingState, read_for_resume
 from odc_mpi.shard.model import ShardedModel
-
-#: Reads this rank's slice of the parameter `name` from a section of a checkpoint, such as `outer/momentum_buffer`, or
-#: returns None if the checkpoint lacks it. Arguments: section, name.
-ReadSlice: TypeAlias = Callable[[str, str], torch.Tensor | None]
-
-
-class OuterState(Protocol):
-    """State of an outer optimizer, as slices of trainable parameters like those of `named_shard_parameters`."""
-
-    @property
-    def index(self) -> int:
-        """Index of this rank's island."""
-
-    @property
-    def num_islands(self) -> int:
-        """Number of islands."""
-
-    def shared_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return this rank's slices of the state that is equal on all islands, by section and parameter name.
-
-        The section `model`, which is required, has the outer parameters. The names of the others begin with `outer/`.
-        """
-
-    def island_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return this rank's slices of the island's other state, by section, such as `residual`, and parameter name."""
-
-    def load_tensors(self, read: ReadSlice) -> None:
-        """Restore the state from a checkpoint. The sections are those that the other methods return."""
+from odc_mpi.training.islands.outer_loop import OuterLoop
 
 
 class IslandTrainingState(TrainingState):
@@ -70,7 +42,7 @@ class IslandTrainingState(TrainingState):
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         rank: int,
-        outer: OuterState,
+        outer: OuterLoop,
         *,
         omit_frozen_base: bool = False,
     ) -> None:
@@ -122,10 +94,7 @@ class IslandTrainingState(TrainingState):
 
 
 def own_prefix(manifest: Manifest, island: int, num_islands: int) -> str:
-    """Return the prefix of an island's paths if a checkpoint has as many islands as the run, otherwise "".
-
-    Pass it to `CheckpointWeights` if the island trains separately.
-    """
+    """Return the prefix of an island's paths if a checkpoint has as many islands as the run, otherwise ""."""
     return island_prefix(island) if manifest.num_islands == num_islands else ""
 
 
@@ -133,7 +102,7 @@ def make_training_state(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     rank: int,
-    outer: OuterState | None,
+    outer: OuterLoop | None,
     *,
     omit_frozen_base: bool = False,
 ) -> TrainingState:

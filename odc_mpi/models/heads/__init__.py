@@ -1,1 +1,0 @@
-"""Model heads: prediction tasks, and the scores of reward models."""
