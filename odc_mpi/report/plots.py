@@ -88,7 +88,7 @@ def bars(panels: Sequence[BarPanel]) -> Drawing:
         for row, bar in enumerate(panel.bars):
             _draw_bar(axes, 26 + row_height * row, row_height, bar, panel.form)
         if panel.line is not None:
-            axes.mark(panel.line, "")
+            drawing.line([(axes.x(panel.line), 26), (axes.x(panel.line), 26 + height)], Style(INK, "--"))
         names = dict.fromkeys(name for bar in panel.bars for name in bar.references)
         drawing.legend(
             left, height + 64, ((name, Style(INK, "none"), marker) for name, marker in zip(names, "Dos^", strict=False))
