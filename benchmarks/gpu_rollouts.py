@@ -46,18 +46,20 @@ def generation(setup: Setup) -> dict[str, Any]:
     ]
     reference = load(setup.model, torch.bfloat16, setup.device.torch_device).eval()
     meta_model = load_model(setup.model, 0, 1, "sdpa", None)
-    model = shard(GenerationModel("", meta_model, None, (), torch.bfloat16), setup.kind, setup.world)
+    for parameter in meta_model.module.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model = shard(GenerationModel("", meta_model, None, ()), setup.kind, setup.world)
 
     def rollouts() -> list[list[int]]:
         found: dict[int, list[int]] = {}
         sampling = RolloutSamplingParams(1, sizes.new_tokens, temperature=0.0)
         with unsharded_if_fits(model):
-            sample(model.module, prompts, sampling, lambda i, done: found.update({i: done.tokens[0]}))  # type: ignore[arg-type]
+            sample(model.module, prompts, sampling, lambda i, done: found.update({i: done.tokens[0]}))
         return [found[i] for i in range(len(prompts))]
 
     def one() -> list[list[int]]:
         with unsharded_if_fits(model):
-            return [generate_one(model.module, prompts[0], SamplingParams(sizes.new_tokens)).tokens]  # type: ignore[arg-type]
+            return [generate_one(model.module, prompts[0], SamplingParams(sizes.new_tokens)).tokens]
 
     variants = {
         TRANSFORMERS: partial(greedy, reference, prompts, sizes.new_tokens),

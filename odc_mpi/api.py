@@ -1,4 +1,4 @@
-"""Functions that shard a module across MPI ranks, and that choose the device and the way in which ranks communicate."""
+"""Functions that shard a module across MPI ranks, and that choose the device and how the ranks communicate."""
 
 import functools
 from collections import Counter
@@ -60,29 +60,27 @@ def shard_model(
             `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
-            keeps its dtype, for example float32 for adapters on a frozen bfloat16 base model. If the dtype is narrower
-            than float32, each rank keeps float32 master copies of its trainable slices for the optimizer.
-        reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. The default is the widest of
-            float32 and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers,
-            whose sums do not depend on the order of addition (docs/exact.md).
+            keeps its dtype. If it is narrower than float32, each rank keeps float32 master copies of its trainable
+            slices for the optimizer.
+        reduce_dtype: Dtype in which gradients are summed: float32, float64, or int64 for fixed-point numbers, whose
+            sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
+            dtypes in which trainable parameters are stored.
         activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
         prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
             is 0). Each increment beyond 1 requires memory for one more unit and its gradients.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
         decision: Decision on how ranks communicate, by default that of `decide_for(world, device=device)`. With that of
-            `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison: every rank
-            must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
+            `decide_for(world, transport="collective")`, every rank must run the same number of microbatches, and
+            nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory in bytes on the computing device for gradients that are accumulated locally and
-            pushed once per minibatch. It may differ between ranks. "auto" uses a share of the free memory.
-        islands: Islands of `world`, each of which holds all parameters (docs/islands.md). By default, the parameters
-            are sharded across all ranks. In the mode "outer", each island trains a model of its own. Islands require
-            one-sided windows in host memory. The model closes them.
-        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
-            ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A
-            CUDA stream that uses the model must wait for other streams that have used it before.
+        gradient_cache_bytes: The same for gradients that are accumulated locally and pushed once per minibatch.
+        islands: Islands of `world`, each of which holds all parameters (docs/islands.md); in the mode "outer", those of
+            a model of its own. They require one-sided windows in host memory. The model closes them.
+        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
+            are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA stream that uses the
+            model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
@@ -164,24 +162,21 @@ def decide_for(
 ) -> Decision:
     """Probe the MPI library and decide how ranks communicate. Collective. Takes up to two seconds.
 
-    The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
-    `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs with the same MPI library, environment and hosts.
-    On one node, it is also tested whether ranks can map each other's GPU memory. MPI operations on GPU memory are not
-    tried, because they may crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
+    The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached for later
+    runs with the same MPI library, environment and hosts. MPI operations on GPU memory are not tried, because they may
+    crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
 
     Args:
-        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
-            baseline in benchmarks. "collective" needs no probe, and requires the defaults of all settings up to
-            `device`.
+        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host,
+            which needs no probe and requires the defaults of all settings up to `device`.
         zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
             "off" to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
             MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
         progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
         window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
-        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory, if zero-copy is used
-            and the parameter caches on each node could together hold the model (docs/caching.md). "off" to fetch each
-            array once per rank.
+        node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
+            "off" to fetch it once per rank.
         mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
         device: Device that computes: "cpu" or "cuda".
         shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
@@ -221,8 +216,7 @@ def decide_for(
 def choose_device(world: World) -> tuple[str, str]:
     """Choose the device for `run.device: auto`: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
 
-    Returns:
-        The device ("cuda" or "cpu") and the reason for the choice as text, both of which are the same on all ranks.
+    Returns the device and the reason for the choice as text, both of which are the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))

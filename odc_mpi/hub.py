@@ -25,7 +25,7 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
-#: Time in seconds after which a download is aborted if no new bytes arrive.
+#: Seconds without new bytes after which a download is aborted.
 STALL_S = 60.0
 _POLL_S, _REPORT_S = 0.5, 10.0
 #: Child program, which ends even if this process is killed, and imports nothing from the working directory.
@@ -61,8 +61,10 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 def download_hint(path: str) -> str:
     """Return the end of an error message about a missing model: the command that downloads `path`, or "" for others."""
-    name, revision = parse_name(path) or ("", None)
-    return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
+    if (parsed := parse_name(path)) is None:
+        return ""
+    name, revision = parsed
+    return f", or run hf download {name}" + (f" --revision {revision}" if revision else "")
 
 
 def cached_model_path(path: str) -> str:
@@ -140,8 +142,8 @@ class _Download:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._num_bytes, self._grew = -1, time.monotonic()
-        self._reported = self._grew
+        self._num_bytes = -1
+        self._grew = self._reported = time.monotonic()
         report(self._what)
 
     def has_ended(self) -> bool:

@@ -23,9 +23,6 @@ from odc_mpi.training import settings as configuration
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-_SOURCE = "odc_mpi.train"
-#: Options of `prepare` that are paths of files or directories.
-_PATHS = ("tokenizer", "chat_template")
 _DAY_S = 86400.0
 
 
@@ -69,10 +66,10 @@ def train(
         TrainingError: Training cannot continue, for example because of non-finite gradients.
         StoppedError: A stop was requested, for example by a signal. If training had begun, a checkpoint was saved.
     """
-    paths = {"model": model, "data": data}
-    sections = {name: value if isinstance(value, Mapping) else {"path": value} for name, value in paths.items()}
+    given = {"model": model, "data": data}
+    sections = {name: value if isinstance(value, Mapping) else {"path": value} for name, value in given.items()}
     with nullcontext(world) if world else _new_world() as ranks, RankLog(launched_rank()) as log:
-        config = ranks.run_on_all(lambda: configuration.load_mapping(_plain({**sections, **settings}), _SOURCE))
+        config = ranks.run_on_all(lambda: configuration.load_mapping(_plain({**sections, **settings}), "odc_mpi.train"))
         # Imported late: invalid settings are reported before torch and transformers are imported.
         from odc_mpi.training import run
 
@@ -80,8 +77,8 @@ def train(
         summary = run.train(config, ranks)
         run_dir = Path(config.run.dir)
         lines = read_metrics(run_dir, summary["steps"]) if ranks.rank == 0 else []
-        losses = [line["loss"] for line in lines if "loss" in line]
-        return TrainResult(run_dir, ranks.gather_objects(losses)[0], summary)
+        losses = ranks.gather_objects([line["loss"] for line in lines if "loss" in line])[0]
+        return TrainResult(run_dir, losses, summary)
 
 
 def prepare(
@@ -108,7 +105,8 @@ def prepare(
     if unknown:
         raise UserError(f"odc_mpi.prepare: expected fields of PrepareOptions, got {', '.join(sorted(unknown))}")
     specs = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
-    files = {name: Path(options[name]) for name in _PATHS if options.get(name) is not None}
+    paths = ("tokenizer", "chat_template")
+    files = {name: Path(options[name]) for name in paths if options.get(name) is not None}
 
     def write() -> PrepareReport:
         if "tokenizer" in files:

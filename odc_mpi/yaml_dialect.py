@@ -32,10 +32,9 @@ def read_file(path: Path) -> Any:
     try:
         return yaml.load(content.decode(), Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date like 2026-02-31
-        mark = getattr(error, "problem_mark", None)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         place = f"{path}, line {mark.line + 1}" if mark else f"{path}"
-        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
-        raise UserError(f"{place}: expected YAML, got: {problem}") from None
+        raise UserError(f"{place}: expected YAML, got: {' '.join(problem.split())}") from None
 
 
 def _read(path: Path) -> bytes:
@@ -58,10 +57,9 @@ def _read(path: Path) -> bytes:
 def read_value(text: str) -> Any:
     """Parse a command-line argument as YAML. Blank or invalid text, or text beyond a limit, is returned unchanged."""
     try:
-        value = yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader) if text.strip() else text
     except (yaml.YAMLError, ValueError):
         return text
-    return text if text.strip() == "" else value
 
 
 def is_utf8(text: str) -> bool:
@@ -90,9 +88,8 @@ class _Loader(yaml.SafeLoader):
         node: Any = super().compose_node(parent, index)
         self._require(not is_alias or node in self._num_values_of, "an alias of a value that contains it", mark)
         self._num_values += self._num_values_of[node] if is_alias else 1
-        self._require(
-            self._num_values <= MAX_VALUES, f"more than {MAX_VALUES} keys and values, counting those of aliases", mark
-        )
+        limit = f"more than {MAX_VALUES} keys and values, counting those of aliases"
+        self._require(self._num_values <= MAX_VALUES, limit, mark)
         if isinstance(node, yaml.ScalarNode):
             self._require(is_utf8(node.value), "a NUL character or half of a surrogate pair", mark)
         self._num_values_of.setdefault(node, self._num_values - before)
@@ -111,11 +108,9 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            self._require(key.value not in seen, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value)
         return node
 
 

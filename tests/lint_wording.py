@@ -1,8 +1,5 @@
 """Check the wording of docstrings, comments and Markdown; part of `make lint`.
 
-    python tests/lint_wording.py                                  the package and the project's Markdown
-    python tests/lint_wording.py odc_mpi/comm docs/windows.md     only these files and folders
-
 Docstrings, comments and Markdown may not contain the idioms of `wording_idioms`. Names, string literals and code in
 backticks or fences are not checked. Docstrings begin with a verb or a noun (`OPENERS`), and so do their entries.
 
@@ -10,21 +7,21 @@ The docstring of a public function or method of the package has a sentence that 
 the function's own body makes a call that communicates (`COMMUNICATING`). Exempt are properties and overrides.
 """
 
-import argparse
 import ast
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from wording_idioms import ENTRIES, FORBIDDEN, OPENERS, POINTS, POINTS_DEFINED_IN, SPELLINGS
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Files that are checked where no paths are given.
+#: Files that are checked.
 CHECKED = ("odc_mpi/**/*.py", "*.md", "docs/**/*.md", "jobs/**/*.md", "benchmarks/**/*.md")
 
 _COLLECTIVES = (
@@ -92,26 +89,18 @@ def passages(source: str, path: str) -> Iterator[Passage]:
         if isinstance(node, Documented) and (raw := ast.get_docstring(node, clean=False)) is not None:
             text = re.sub(r"^[ \t]+\*{0,2}\w+(?=(?: \([^)\n]*\))?: )", _blank, raw, flags=re.MULTILINE)
             yield Passage(node.body[0].lineno, True, raw, _without_code(text))
-    block: list[tokenize.TokenInfo] = []
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    for token in (token for token in tokens if token.type == tokenize.COMMENT):
-        if block and not _continues(block[-1], token):
-            yield _comment(block)
-            block = []
-        block.append(token)
-    if block:
-        yield _comment(block)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    for _, numbered in groupby(enumerate(comments), _block):
+        first, *others = (token for _, token in numbered)
+        raw = "\n".join([first.string.removeprefix("#"), *(token.string.lstrip("#:") for token in others)])
+        yield Passage(first.start[0], False, raw, _without_code(raw))
 
 
-def _continues(comment: tokenize.TokenInfo, following: tokenize.TokenInfo) -> bool:
-    line, column = comment.start
-    same_kind = comment.string.startswith("#:") == following.string.startswith("#:")
-    return same_kind and following.start == (line + 1, column)
-
-
-def _comment(block: list[tokenize.TokenInfo]) -> Passage:
-    raw = "\n".join([block[0].string.removeprefix("#"), *(token.string.lstrip("#:") for token in block[1:])])
-    return Passage(block[0].start[0], False, raw, _without_code(raw))
+def _block(numbered: tuple[int, tokenize.TokenInfo]) -> tuple[int, int, bool]:
+    """Return the key of a block of comments, which are consecutive, in one column, and all or none with a colon."""
+    number, token = numbered
+    return token.start[0] - number, token.start[1], token.string.startswith("#:")
 
 
 def _rules(passage: Passage, path: str) -> dict[str, str]:
@@ -173,29 +162,13 @@ def _call_and_receiver(called: ast.expr) -> tuple[str, str]:
     return getattr(called, "attr", "?"), name.lstrip("_")
 
 
-def _read(patterns: Iterable[str]) -> list[tuple[str, str]]:
-    paths = sorted({path for each in patterns for path in ROOT.glob(each) if path.suffix in {".py", ".md"}})
-    return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
-
-
-def _patterns(path: Path) -> list[str]:
-    name = path.resolve().relative_to(ROOT).as_posix()
-    return [f"{name}/**/*.{kind}" for kind in ("py", "md")] if path.is_dir() else [name]
-
-
 def main() -> int:
     """Print all faults; 1 if there are any."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path)
-    arguments = parser.parse_args()
-    given = [pattern for path in arguments.paths for pattern in _patterns(path)]
-    files = _read(given or CHECKED)
-    if not files:
-        parser.error("no Python or Markdown file in these paths")
     found = 0
-    for path, source in files:
-        for line, fault in sorted(faults(source, path)):
-            print(f"{path}:{line}: {fault}")
+    for path in sorted({path for pattern in CHECKED for path in ROOT.glob(pattern)}):
+        name = path.relative_to(ROOT).as_posix()
+        for line, fault in sorted(faults(path.read_text(encoding="utf-8"), name)):
+            print(f"{name}:{line}: {fault}")
             found += 1
     print(f"{found} faults", file=sys.stderr)
     return min(found, 1)

@@ -12,7 +12,6 @@ from odc_mpi.files import (
     atomic_write,
     make_directory,
     sync_directory,
-    sync_file,
     write_or_warn,
     write_text_durable,
 )
@@ -115,13 +114,6 @@ def test_a_lost_file_is_reported_without_an_error(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert errors.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
     assert errors.count("\n") == 1
-
-
-def test_a_file_and_a_directory_are_seen_on_the_disk(tmp_path, synced):
-    (tmp_path / "data").write_text("x")
-    sync_file(tmp_path / "data")
-    sync_directory(tmp_path)
-    assert synced == [tmp_path / "data", tmp_path]
 
 
 @pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])

@@ -143,19 +143,6 @@ def test_libraries_are_imported_in_their_folders_only(path):
                 assert is_in(own, places), f"{own} may not import {library}"
 
 
-@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "rollouts"])
-def test_the_simulator_knows_no_mpi(module):
-    seen, due = set(), {f"odc_mpi.simulate.{module}"}
-    while due:
-        found = due.pop()
-        path = PACKAGE.parent / (found.replace(".", "/") + ".py")
-        assert not found.startswith(("mpi4py", "odc_mpi.runtime", "odc_mpi.comm", "torch"))
-        if found not in seen and path.is_file():
-            due |= set(find_imports(path))
-        seen.add(found)
-    assert "numpy" in seen or module == "events"
-
-
 def test_the_rules_see_a_breach(tmp_path):
     breach = tmp_path / "breach.py"
     breach.write_text("def f():\n    from odc_mpi.comm.windows import rma\n    import mpi4py.MPI\n")

@@ -31,11 +31,6 @@ def g():
     return lambda: world.gather_objects(1)
 
 
-def _private():
-    """Close the file."""
-    world.gather_objects(1)
-
-
 class A:
     """A file."""
 
@@ -52,6 +47,10 @@ class A:
     def shared(self):
         """See `Device`."""
         self._world.gather_objects(1)
+
+    def _private(self):
+        """Close the file."""
+        world.gather_objects(1)
 
 
 class _Hidden:
@@ -101,11 +100,6 @@ def test_faults_of_docstrings_are_found(docstring, words):
         assert words in fault
 
 
-def test_faults_of_docstrings_are_found_at_their_line():
-    source = 'def f():\n    """Fetch.\n\n    Args:\n        x: Of the units,\n            anew.\n    """\n'
-    assert [line for line, _ in sorted(faults(source))] == [5, 6]
-
-
 @pytest.mark.parametrize(
     ("call", "word"), [("with self._world.split(1): pass", "Collective"), ("x = [self._window.get(1)]", "One-sided")]
 )
@@ -118,12 +112,19 @@ def test_communicating_functions_are_marked(call, word):
     assert list(faults(source.format(""), "tests/test_it.py")) == []
 
 
-def test_faults_of_comments_are_found_at_their_line():
-    source = "x = 1  # fine\n\n# The sum\n# at\n# home.\n#: Of units, at\n#: home.\ny = 2  # anew\n"
-    assert [line for line, _ in sorted(faults(source))] == [4, 6, 6, 8]
+DOCSTRING = 'def f():\n    """Fetch.\n\n    Args:\n        x: Of the units,\n            anew.\n    """\n'
+COMMENTS = "x = 1  # fine\n\n# The sum\n# at\n# home.\n#: Of units, at\n#: home.\ny = 2  # anew\n"
+MARKDOWN = "# Told\n\n```\ntold\n```\n\nA `name` in\nvain, before A.\n"
 
 
-def test_faults_of_markdown_are_found_at_their_line():
-    source = "# Told\n\n```\ntold\n```\n\nA `name` in\nvain, before A.\n"
-    assert [line for line, _ in sorted(faults(source, "docs/windows.md"))] == [1, 7, 8]
-    assert [line for line, _ in sorted(faults(source, "docs/ordering.md"))] == [1, 7]
+@pytest.mark.parametrize(
+    ("source", "path", "lines"),
+    [
+        (DOCSTRING, "odc_mpi/module.py", [5, 6]),
+        (COMMENTS, "odc_mpi/module.py", [4, 6, 6, 8]),
+        (MARKDOWN, "docs/windows.md", [1, 7, 8]),
+        (MARKDOWN, "docs/ordering.md", [1, 7]),
+    ],
+)
+def test_faults_are_found_at_their_line(source, path, lines):
+    assert [line for line, _ in sorted(faults(source, path))] == lines

@@ -1,10 +1,8 @@
 """Comparison of training implementations, called contenders, for `bench.train` and the studies in `benchmarks/`.
 
-In each round, the contenders take turns training on the same minibatches, in an order that rotates from round to round.
-All ranks begin at the same time, and the time of the slowest rank counts. The first round is a warm-up.
-
-All contenders start from the same weights, and each trains its own copy. Their losses must agree at every step, which
-shows that no contender is faster because it does less work.
+In each round, the contenders take turns training on the same minibatches, and the time of the slowest rank counts. The
+first round is a warm-up. All contenders start from the same weights, and each trains its own copy. Their losses must
+agree at every step, which shows that no contender is faster because it does less work.
 """
 
 import json
@@ -93,12 +91,10 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
     """Return, for each contender, the largest relative difference between its losses and those of `reference`.
 
-    Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is not finite. All ranks must pass the same
-    `rounds`.
+    `rounds` must be the same on all ranks. Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is
+    not finite.
     """
-    deviations = {
-        name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
-    }
+    deviations = {name: deviation(own, rounds[reference]) for name, own in rounds.items()}
     worst = max(deviations, key=lambda name: deviations[name])
     if math.isinf(deviations[worst]):
         raise AllRanksUserError(
@@ -124,7 +120,7 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
     """Raise `UserError` if a setting has a value that some contenders do not support.
 
-    `comparable` maps setting names, such as `optim.device`, to the supported values. The error message names `command`.
+    `comparable` maps setting names, such as `optim.device`, to the supported values.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

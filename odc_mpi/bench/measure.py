@@ -27,9 +27,8 @@ def interleaved(
 ) -> dict[str, list[T]]:
     """Call every variant once per round, so that all variants suffer alike if the machine is slow for a while.
 
-    The variant that begins changes from round to round, because the first one may find caches in a different state.
-    `on_call` is called before each variant with the index of the round and the name of the variant. Returns the results
-    of each variant, in the order of the rounds.
+    The variant that begins changes from round to round, because it may find caches in a different state. `on_call` is
+    called before each variant with the index of the round and the name. Returns the results of each variant by round.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -68,10 +67,7 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 
 
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
-    """Call `work` on all ranks at the same time, and return the time of the slowest rank in seconds. Collective.
-
-    `what` names the work in timeout errors.
-    """
+    """Call `work`, which `what` describes, on all ranks, and return the slowest rank's time in seconds. Collective."""
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()
@@ -92,8 +88,8 @@ def entries(
     """Return one entry per variant for the JSON object of a benchmark.
 
     `times` contains the seconds per operation on `num_bytes` bytes, by variant and round. Each entry contains the
-    quartiles of `seconds` and `gb_per_s`, and one key per function in `references`. The function maps the variant to
-    its reference variant, and the key contains the median speed relative to it, or None if there is no such variant.
+    quartiles of `seconds` and `gb_per_s`, and the median speed relative to each of the variants in `references`, which
+    are functions of the variant's name, or None if there is no such variant.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -115,7 +111,7 @@ def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark result as one line of JSON or as tables. Only rank 0 may call this function."""
+    """Print a benchmark result as one line of JSON or as tables. For rank 0 only."""
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
@@ -128,7 +124,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line to standard error on rank 0 and does nothing on the other ranks."""
+    """Return a function that prints a line to standard error on rank 0."""
 
     def print_line(line: str) -> None:
         if rank == 0:

@@ -120,7 +120,7 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """Base class that runs plans of minibatches over a transport, which it allocates. Construction is collective."""
+    """Runs plans of minibatches over a transport. Construction is collective."""
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport
@@ -152,7 +152,7 @@ class Runner(ABC):
         """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
 
     def prepare_next(self) -> None:  # noqa: B027 - optional
-        """Reset the state for the next minibatch, after gradients are complete and before parameters are published."""
+        """Reset the state for the next minibatch, before parameters are published."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans over windows. Each rank runs its own microbatches, then claims microbatches that any rank may run."""
+    """Runs plans over windows. Each rank runs its own microbatches, then claims those that any rank may run."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -214,7 +214,7 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps without accumulating errors. `slept` contains the start and end of each sleep by `time.perf_counter`."""
+    """Sleeps without accumulating errors. `slept` contains the start and end of each sleep."""
 
     def __init__(self) -> None:
         self.slept: Intervals = []

@@ -77,9 +77,8 @@ MODEL: dict[str, Any] = {
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
     """Load the configuration in the file `path`, or the default configuration if `path` is None. Collective.
 
-    With the default configuration, rank 0 prepares the default data set if it does not exist yet, and announces this
-    by calling `report` with a line of text. The returned configuration always uses the CPU, and
-    `run.steps` defaults to 100.
+    With the default configuration, rank 0 prepares the default data set if it does not exist yet, and reports this.
+    The configuration always uses the CPU, and `run.steps` defaults to 100.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
@@ -161,7 +160,7 @@ class _Contenders:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the model's number of parameters, and the communication settings of the contenders over windows."""
+        """Describe the model, and the communication of the contenders over windows."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
@@ -205,7 +204,7 @@ class _Contenders:
 
 
 class IdleContender(Contender):
-    """Contender that does nothing. All ranks except rank 0 use it while rank 0 measures the ceiling."""
+    """Does nothing while rank 0 measures the ceiling."""
 
     @override
     def step(self) -> tuple[float, int]:
@@ -215,13 +214,10 @@ class IdleContender(Contender):
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
     """Return the speeds and relative speeds of all contenders, excluding the warm-up, and the losses of FSDP2."""
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
-    seconds = {
-        name: [done.seconds / ranks[name] for done in rounds_of_contender[1:]]
-        for name, rounds_of_contender in rounds.items()
-    }
+    seconds = {name: [done.seconds / ranks[name] for done in own[1:]] for name, own in rounds.items()}
     spreads = {
-        name: quartiles([ranks[name] * done.num_tokens / done.seconds for done in rounds_of_contender[1:]])
-        for name, rounds_of_contender in rounds.items()
+        name: quartiles([ranks[name] * done.num_tokens / done.seconds for done in own[1:]])
+        for name, own in rounds.items()
     }
     return {
         "tokens_per_s": {name: spread["median"] for name, spread in spreads.items()},

@@ -1,9 +1,9 @@
 """Benchmark that compares the speed of fetches and pushes with that of memcpy, MPI collectives and gloo.
 
-Unit sizes are measured one after the other. For each size, the benchmark allocates units, touches their memory and
-checks the results of all variants. A measurement cycles through the units, as training does, so that no unit stays in
-the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and parameters are
-published before the next sequence (`proceed`). All values are small integers, so every sum is exact.
+Unit sizes are measured one after the other. A measurement cycles through several units, as training does, so that none
+stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
+parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact, and
+the results of all variants are checked.
 
 A sample is a sequence of operations of one variant. All ranks begin it at the same time, and the time of the slowest
 rank counts. The variants take turns in rounds.
@@ -18,10 +18,8 @@ Variants, all with units in fp32:
     mpi_allgather, gloo_all_gather            gather all shards of the unit, as FSDP does
     mpi_reduce_scatter, gloo_reduce_scatter   sum the unit's gradients and keep this rank's shard, as FSDP does
 
-Speeds are in GB/s, where 1 GB is 10^9 bytes of the *full unit*. A rank's own shard, 1/`ranks` of the unit, does not
-leave its process, however. `crossing_bytes` is the size of the other shards.
-
-benchmarks/README.md describes the JSON object that `measure` returns.
+Speeds are in GB/s, where 1 GB is 10^9 bytes of the *full unit*. A rank's own shard does not leave its process, however:
+`crossing_bytes` is the size of the other shards. benchmarks/README.md describes the JSON object.
 """
 
 import os
@@ -82,9 +80,7 @@ class Variant:
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for each unit size in `sizes` (in bytes, multiples of 4). Collective.
-
-    Returns a JSON object. benchmarks/README.md describes its content.
+    """Measure all variants for each unit size in `sizes` (in bytes, multiples of 4), as a JSON object. Collective.
 
     Raises:
         AllRanksUserError: A node does not have enough memory available for one of the sizes.
@@ -145,7 +141,7 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Raise RuntimeError on every rank if a variant moved wrong data on any rank. Collective."""
+    """Raise `RuntimeError` on every rank if a variant moved wrong data on any rank. Collective."""
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
@@ -153,7 +149,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units and checks them with `is_whole`. `attributes` sets its other fields."""
+    """Return a variant that fetches units. `attributes` sets its other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -182,10 +178,7 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant that pushes gradients to `num_units` units. `attributes` sets its other fields.
-
-    `push` takes the index of a unit and pushes a gradient of ones. This rank owns `numel` elements of each unit.
-    """
+    """Return a variant in which `push` pushes a gradient of ones to a unit. This rank owns `numel` of its elements."""
     num_pushes = np.zeros(num_units)
 
     def counted(i: int) -> None:
@@ -209,10 +202,9 @@ def pushes(
 
 
 class Units:
-    """Units of one size, and all variants that move them. Construction allocates the memory and is collective.
+    """Units of `num_bytes` bytes, and all variants that move them. Construction is collective.
 
-    Each unit consists of `num_bytes` bytes, a multiple of 4. Other ranks own `crossing_bytes` of them. If `gloo` is
-    None, there are no gloo variants. Raises `AllRanksUserError` if a node does not have enough memory available.
+    Other ranks own `crossing_bytes` of each unit. Raises `AllRanksUserError` if a node has too little memory available.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
@@ -251,18 +243,18 @@ class Units:
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
-        self._ones = self._local_shards = self._full = self._sums = torch.empty(0)
 
     def _memcpy(self) -> Variant:
         numel = self._layout.numel
-        sources, target = self._ones[:, :numel].numpy(), self._full[:numel].numpy()
+        target = self._full[:numel].numpy()
+        operations = [partial(np.copyto, target, source) for source in self._ones[:, :numel].numpy()]
 
         def is_right() -> bool:
             target[:] = 0
-            np.copyto(target, sources[0])
+            operations[0]()
             return bool((target == 1).all())
 
-        return Variant([partial(np.copyto, target, source) for source in sources], is_right)
+        return Variant(operations, is_right)
 
     def _fetch(self, *, zero_copy: bool) -> Variant:
         transport = window_transport(self._world, zero_copy=zero_copy)
@@ -274,14 +266,14 @@ class Units:
         return fetches(transport, self._layout, self.num_units, gloo="gloo_all_gather", moves=moves)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
+        operations = [partial(all_gather, shard, self._full) for shard in self._local_shards]
+
         def is_right() -> bool:
             self._full.zero_()
-            all_gather(self._local_shards[0], self._full)
+            operations[0]()
             return is_whole(self._full, self._layout)
 
-        return Variant(
-            [partial(all_gather, shard, self._full) for shard in self._local_shards], is_right, gloo="gloo_all_gather"
-        )
+        return Variant(operations, is_right, gloo="gloo_all_gather")
 
     def _push(self, reduction: GradientStoreFactory) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
@@ -289,25 +281,21 @@ class Units:
         assert isinstance(gradients, WindowGradientStore)
         self._allocate(transport, trainable=True)
         ones = self._ones[:, : self._layout.numel]
-        return pushes(
-            transport,
-            self.num_units,
-            lambda i: gradients.push(i, ones[i]).wait(),
-            self._owned,
-            gloo="gloo_reduce_scatter",
-        )
+
+        def push(i: int) -> None:
+            gradients.push(i, ones[i]).wait()
+
+        return pushes(transport, self.num_units, push, self._owned, gloo="gloo_reduce_scatter")
 
     def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
+        operations = [partial(reduce_scatter, gradient, self._sums) for gradient in self._ones]
+
         def is_right() -> bool:
             self._sums.zero_()
-            reduce_scatter(self._ones[0], self._sums)
+            operations[0]()
             return bool((self._sums == self._world.size).all())
 
-        return Variant(
-            [partial(reduce_scatter, gradient, self._sums) for gradient in self._ones],
-            is_right,
-            gloo="gloo_reduce_scatter",
-        )
+        return Variant(operations, is_right, gloo="gloo_reduce_scatter")
 
     def _allocate(self, transport: Transport, *, trainable: bool) -> None:
         self._transports.append(transport)

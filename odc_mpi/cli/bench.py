@@ -29,7 +29,7 @@ ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """Benchmark subcommand: its help text, a function that adds its options, and a function that runs it."""
+    """Benchmark subcommand."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -63,10 +63,9 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on all ranks and return the exit code. Collective under mpiexec; otherwise, mpiexec is started.
+    """Call `measure` on all ranks with the module named `module`, the world, and a function that prints progress.
 
-    On each rank, `measure` is called with the module named `module`, the `World`, and a function that prints progress.
-    `ranks` is the number of ranks to start. It defaults to `--ranks` or, if that is not given, to 2.
+    Outside mpiexec, start `ranks` ranks, by default `--ranks` or 2. Returns the exit code.
     """
     if not is_launched():
         try:
@@ -100,11 +99,11 @@ def _add_transport(parser: argparse.ArgumentParser) -> None:
 
 def _run_transport(arguments: argparse.Namespace) -> int:
     sizes = parse_sizes(arguments.sizes)
-    return _measure_on_ranks(
-        arguments,
-        "odc_mpi.bench.transport",
-        lambda transport, world, progress: transport.measure(world, sizes, arguments.repeats, progress),
-    )
+
+    def measure(transport: Any, world: "World", progress: ProgressPrinter) -> Any:
+        return transport.measure(world, sizes, arguments.repeats, progress)
+
+    return _measure_on_ranks(arguments, "odc_mpi.bench.transport", measure)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -140,26 +139,17 @@ def _run_train(arguments: argparse.Namespace) -> int:
     if is_launched():  # a library that cannot be loaded must fail before MPI starts
         with gc_paused():
             importlib.import_module("odc_mpi.models.build")
-    return _measure_on_ranks(
-        arguments,
-        "odc_mpi.bench.train",
-        lambda train, world, progress: train.measure(
-            world,
-            train.configuration(world, arguments.config, progress),
-            arguments.steps,
-            arguments.repeats,
-            progress,
-            exact=arguments.exact,
-        ),
-    )
+
+    def measure(train: Any, world: "World", progress: ProgressPrinter) -> Any:
+        config = train.configuration(world, arguments.config, progress)
+        return train.measure(world, config, arguments.steps, arguments.repeats, progress, exact=arguments.exact)
+
+    return _measure_on_ranks(arguments, "odc_mpi.bench.train", measure)
 
 
+_SCHEDULE = "windows, collectives and tickets, with sleeps in place of computation"
 BENCHMARKS = {
-    "transport": Benchmark(
-        "fetches and pushes against memcpy, MPI collectives and gloo", _add_transport, _run_transport
-    ),
-    "schedule": Benchmark(
-        "windows, collectives and tickets, with sleeps in place of computation", _add_schedule, _run_schedule
-    ),
+    "transport": Benchmark("fetches and pushes against memcpy, collectives and gloo", _add_transport, _run_transport),
+    "schedule": Benchmark(_SCHEDULE, _add_schedule, _run_schedule),
     "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
 }

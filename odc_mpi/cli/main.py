@@ -53,28 +53,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser for all commands, with the options of those in `names`, which may import modules for them.
-
-    The parser raises `UserError` instead of exiting if an argument is invalid.
-    """
+    """Return the parser for all commands, with the options of those in `names`. It raises `UserError`."""
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        # The help of `train` lists all settings, whose modules are slow to import.
-        add_help = command is not train
-        command_parser = commands.add_parser(name, help=command.HELP, allow_abbrev=False, add_help=add_help)
+        # `train` has a help of its own, with all settings.
+        command_parser = commands.add_parser(name, help=command.HELP, allow_abbrev=False, add_help=command is not train)
         if name in names:
             command.add_arguments(command_parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line.
+    """Parse the command line. Raises `UserError` if the command is unknown or an argument is invalid.
 
-    In addition to the parsed arguments, the result contains `words`, a copy of `argv`, and `overrides`, the unparsed
-    training settings (`--SECTION.KEY VALUE`). Raises `UserError` if the command is unknown or an argument is invalid.
+    The result also contains `words`, a copy of `argv`, and `overrides`, the settings (`--SECTION.KEY VALUE`).
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
@@ -87,10 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code. Collective if the command is collective.
-
-    If `argv` is None, `sys.argv` is used, and `open_standard_streams` replaces standard output and standard error.
-    """
+    """Run a command, by default that of `sys.argv`, and return the exit code. Collective if the command is."""
     if argv is not None:
         return _run(argv)
     output = open_standard_streams()

@@ -22,7 +22,7 @@ BASE_HELP = "for adapters: directory or hub name of their base model; default: i
 
 
 def output(text: str) -> Path:
-    """Convert `text` to the path of an output file or directory. Raises an error if `text` is empty."""
+    """Convert `text`, which must not be empty, to the path of an output file or directory."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty string")
     return Path(text)
@@ -77,14 +77,10 @@ def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], *
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for field, (number, option) in options_of(kind).items():
         default = defaults.get(field, getattr(kind, field))
-        metavar = "SIZE" if option.is_size else "N" if number is int else "X"
+        convert, metavar = (size_in_bytes, "SIZE") if option.is_size else (number, "N" if number is int else "X")
+        help_text = f"{option.help}; default: {default:g}"
         parser.add_argument(
-            option_name(field),
-            dest=field,
-            type=size_in_bytes if option.is_size else number,
-            default=default,
-            metavar=metavar,
-            help=f"{option.help}; default: {default:g}",
+            option_name(field), dest=field, type=convert, default=default, metavar=metavar, help=help_text
         )
 
 

@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train a model and return the exit code. Also handles `--help` and `--dry-run`. Collective."""
     if arguments.ranks and not arguments.dry_run:
-        raise UserError(
-            "--ranks: only for --dry-run; a training has the ranks of its launcher: mpiexec -n N odc-mpi train"
-        )
+        raise UserError("--ranks: only for --dry-run; training runs on all ranks of mpiexec -n N odc-mpi train")
     if arguments.help is not None:
         from odc_mpi.training import settings
 

@@ -1,8 +1,7 @@
 """Pool of reusable buffers.
 
 New memory costs a page fault per 4 KiB, and these page faults take longer than the copy that fills the memory. Autograd
-or a user may still reference a buffer after its release. The pool reuses a buffer only once no references are left, so
-a late reader never sees the parameters of another unit (parameters that are fetched and released together).
+or a user may still reference a buffer after its release, so the pool reuses a buffer only once no references are left.
 """
 
 import threading
@@ -28,8 +27,7 @@ def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
 class BufferPool:
     """Thread-safe pool of reusable one-dimensional buffers.
 
-    Args:
-        allocate: Function that takes a number of bytes and returns that much memory as a uint8 tensor.
+    `allocate` takes a number of bytes and returns that much memory as a uint8 tensor.
 
     Attributes:
         peak_bytes: Peak memory of the pool in bytes, including idle buffers.
@@ -87,13 +85,12 @@ class BufferPool:
             num_bytes -= block.numel()
 
 
+def _references(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def _is_unreferenced(block: torch.Tensor) -> bool:
     return _references(block) <= _POOL_REFERENCES
-
-
-def _references(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
 
 
 #: Number of references to a storage held only by the pool. It is measured, because it depends on the torch version.

@@ -2,24 +2,19 @@
 
     fetch    all-gather of a unit (parameters fetched together), before its forward and again before its backward pass
     push     reduce-scatter of a unit's full gradient; each rank adds its part of the sum to its shard
-    A, N, B  synchronization points, as with windows (`comm.transport`)
 
 All ranks must make the same calls in the same order, so they wait for each other at every unit. A rank with fewer
 microbatches than others runs dummy microbatches whose loss is zero.
 
 Note: the same order on all ranks
     The sequence of fetches depends only on the control flow of the model (`shard.units.unsharded`). No unit is
-    prefetched. Except for the root, a unit is resharded after its forward pass and at the next fetch of a backward
-    pass. All units are sharded when a microbatch begins. A push covers the full array, even if some parameters in the
-    array have no gradient. As with FSDP, data-dependent control flow must not make a rank skip a unit. Each array has
-    one communicator for gathers and one for reductions. If a rank fetches or pushes a different array, the others wait
-    until the deadline and print its status. With a single communicator, MPI would silently mix up arrays of equal size.
-
-`CollectiveCommunicator` provides blocking calls for benchmarks.
+    prefetched. A push covers the full array, even if some parameters in the array have no gradient. As with FSDP,
+    data-dependent control flow must not make a rank skip a unit. Each array has one communicator for gathers and one
+    for reductions. If a rank fetches or pushes a different array, the others wait until the deadline and print its
+    status. With a single communicator, MPI would silently mix up arrays of equal size.
 """
 
 import functools
-from collections import deque
 
 import numpy as np
 import torch
@@ -28,8 +23,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import GradientStore, ParameterStore
+from odc_mpi.comm.transport import GradientStore, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.rma import COPY_DTYPES, MPI_DTYPES
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
@@ -39,10 +33,7 @@ MAX_COMMUNICATORS = 400
 
 
 class CollectiveCommunicator:
-    """Blocking all-gather and reduce-scatter of equal-sized shards. Construction is collective.
-
-    Tensors must be contiguous and on the host. For the lowest latency, `all_gather` and `reduce_scatter` busy-wait.
-    """
+    """Blocking, busy-waiting collectives for benchmarks, on contiguous host tensors. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -64,41 +55,65 @@ class CollectiveCommunicator:
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
         """Sum `gradient` over all ranks and write this rank's part of the sum to `shard`. Collective.
 
-        Args:
-            gradient: Gradient to sum, `[size * n]` of float32, float64 or int64.
-            shard: Output, `[n]` of the same dtype, for elements `[rank * n, (rank + 1) * n)` of the sum.
+        `gradient` is `[size * n]` of float32, float64 or int64, and `shard` is `[n]` of the same dtype.
         """
-        element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
-            self._comm.Reduce_scatter_block([gradient.numpy(), element], [shard.numpy(), element], MPI.SUM)
+            self._comm.Reduce_scatter_block(gradient.numpy(), shard.numpy())
 
     def free(self) -> None:
-        """Free the communicator. Collective. Further calls do nothing."""
-        if self._comm != MPI.COMM_NULL:
-            self._comm.Free()
+        """Free the communicator. Collective."""
+        self._comm.Free()
 
 
-class CollectiveParameters(ShardStorage, ParameterStore):
-    """Parameter store that keeps its shards in private memory and fetches by all-gather.
+class _CollectiveStorage(ShardStorage):
+    """Shards in private memory, with a communicator per array.
 
-    Fetches are collective, and so are all operations that fetch, such as forward and backward passes and `state_dict`.
-    Only the main thread may call the store, because with two threads, the order of calls could differ between ranks.
+    Arrays share communicators if there are more than `MAX_COMMUNICATORS`. Only the main thread may call a store based
+    on this class, because with two threads, the order of calls could differ between ranks.
     """
 
-    def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._world, self._group, self._comms = world, group, _Communicators(world, group)
-        self._shards: list[torch.Tensor] = []
+    def __init__(self, world: World, group: Group) -> None:
+        self._world, self._group = world, group
+        self._shards: dict[int, torch.Tensor] = {}
+        self._comms: list[MPI.Intracomm] = []
 
     @override
     def allocate(self) -> None:
-        self._comms.create(len(self.layouts))
-        self._shards = [torch.zeros(layout.shard_numel, dtype=layout.dtype or self.dtype) for layout in self.layouts]
+        with self._world.collective("duplicating the communicator"):
+            self._comms = [self._world.comm.Dup() for _ in self.layouts[:MAX_COMMUNICATORS]]
 
-    @override
     def shard(self, index: int) -> torch.Tensor:
         return self._shards[index]
 
+    @override
+    def free(self) -> None:
+        self._shards.clear()
+        while self._comms:
+            self._comms.pop().Free()
+
+    def comm_of(self, index: int) -> MPI.Intracomm:
+        """Return the communicator of an array, and increment the group's `num_collectives`."""
+        self._group.num_collectives += 1
+        return self._comms[index % len(self._comms)]
+
+
+class CollectiveParameters(_CollectiveStorage, ParameterStore):
+    """Parameter store that keeps its shards in private memory and fetches by all-gather.
+
+    Fetches are collective, and so are all operations that fetch, such as forward and backward passes and `state_dict`.
+    """
+
+    def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
+        _CollectiveStorage.__init__(self, world, group)
+        ParameterStore.__init__(self, dtype)
+
+    @override
+    def allocate(self) -> None:
+        super().allocate()
+        shards = (torch.zeros(layout.shard_numel, dtype=layout.dtype or self.dtype) for layout in self.layouts)
+        self._shards = dict(enumerate(shards))
+
+    @override
     def fetch(self, index: int) -> FetchWork:
         """Start gathering array `index` from all ranks. Collective. The handle's `wait` method returns the array."""
         layout = self.layouts[index]
@@ -106,42 +121,34 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         buffer = self.buffers.acquire(self._group.size * layout.shard_numel, self.dtype_of(index))
         return FetchWork(buffer[: layout.numel], self.start_fetch(index, buffer))
 
+    @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start gathering array `index` from all ranks into `buffer`, `[size * shard_numel]`. Collective."""
         shard, element = self._shards[index], COPY_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
-        request = self._comms.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
+        request = self.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
         return Work(functools.partial(self._complete, index, request, buffer))
-
-    @override
-    def free(self) -> None:
-        self._comms.free()
-        self._shards = []
 
     def _complete(self, index: int, request: MPI.Request, _buffer: torch.Tensor) -> None:
         # The work handle holds `_buffer` until here: MPI has no reference to it.
         self._world.wait_collective(request, f"gathering unit {self.layouts[index].name}")
 
 
-class CollectiveGradients(ShardStorage, GradientStore):
+class CollectiveGradients(_CollectiveStorage, GradientStore):
     """Gradient store that keeps its shards in private memory and pushes by reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._world, self._group, self._comms = world, group, _Communicators(world, group)
-        self._shards: dict[int, torch.Tensor] = {}
-        self._reduces: deque[Work] = deque()
+        _CollectiveStorage.__init__(self, world, group)
+        GradientStore.__init__(self, dtype)
+        self._reduces: list[Work] = []
         self._results = BufferPool()
 
     @override
     def allocate(self) -> None:
-        self._comms.create(len(self.layouts))
+        super().allocate()
         self._shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in self.trainable_numels.items()}
 
     @override
-    def shard(self, index: int) -> torch.Tensor:
-        return self._shards[index]
-
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         """Start summing a gradient over all ranks, each of which then adds its part to its shard. Collective.
 
@@ -154,22 +161,20 @@ class CollectiveGradients(ShardStorage, GradientStore):
         counts = [stop - first for first, stop in map(layout.owned, range(self._group.size))]
         result = self._results.acquire(counts[self._group.rank], self.dtype)
         send, receive = [gradient.numpy(), element], [result.numpy(), element]
-        request = self._comms.comm_of(index).Ireduce_scatter(send, receive, counts, MPI.SUM)
+        request = self.comm_of(index).Ireduce_scatter(send, receive, counts, MPI.SUM)
         reduce = Work(functools.partial(self._complete, index, request, result, gradient))
-        while self._reduces and self._reduces[0].is_done:
-            self._reduces.popleft()
         self._reduces.append(reduce)
         return reduce
 
     @override
     def flush(self) -> None:
-        while self._reduces:
-            self._reduces.popleft().wait()
+        for reduce in self._reduces:
+            reduce.wait()
+        self._reduces.clear()
 
     @override
     def free(self) -> None:
-        self._comms.free()
-        self._shards = {}
+        super().free()
         self._results.clear()
 
     def _complete(self, index: int, request: MPI.Request, result: torch.Tensor, _gradient: torch.Tensor) -> None:
@@ -177,29 +182,6 @@ class CollectiveGradients(ShardStorage, GradientStore):
         self._world.wait_collective(request, f"reducing the gradient of unit {self.layouts[index].name}")
         self._shards[index][: result.numel()] += result
         self._results.release(result)
-
-
-class _Communicators:
-    """One communicator per array, or shared communicators if there are more than `MAX_COMMUNICATORS` arrays."""
-
-    def __init__(self, world: World, group: Group) -> None:
-        self._world, self._group = world, group
-        self._comms: list[MPI.Intracomm] = []
-
-    def create(self, num_arrays: int) -> None:
-        """Duplicate the communicators. Collective."""
-        with self._world.collective("duplicating the communicator"):
-            self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
-
-    def comm_of(self, index: int) -> MPI.Intracomm:
-        """Return the communicator of an array, and increment the group's `num_collectives`."""
-        self._group.num_collectives += 1
-        return self._comms[index % len(self._comms)]
-
-    def free(self) -> None:
-        """Free the communicators. Collective. Further calls do nothing."""
-        while self._comms:
-            self._comms.pop().Free()
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:

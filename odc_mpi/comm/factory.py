@@ -1,8 +1,6 @@
-"""Factories for transports (`comm.transport`), which combine a group, a parameter store and a gradient store.
+"""Functions that build transports (`comm.transport`) without communication.
 
-Building a transport does not communicate, but `Transport.allocate` is collective. The functions that build a transport
-raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype. When
-the `World` closes, it also closes its transports.
+They raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,15 +71,13 @@ def window_transport(
     Args:
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
         mapped: True if the ranks are on one node, and map the memory of each other's devices.
-        zero_copy: If True, ranks on the same node map each other's parameter shards into their address spaces and read
-            them directly. Ignored if `device` is not None.
+        zero_copy: If True, ranks on the same node read each other's parameter shards in place. Ignored with a device.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
-            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the arrays are sharded across several nodes with
-            several ranks on this one.
-        reduction: Gradient store factory: one of the values of `gradient_store_factories` for this device.
+            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and there are several nodes with several ranks on this
+            one.
+        reduction: One of the values of `gradient_store_factories` for this device.
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows. In
-            the mode "outer", the arrays of the islands are not connected.
+        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows.
     """
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
@@ -134,10 +130,9 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Wrap the transport `inner`, whose shards are in host memory, for a model on a device. Returns the wrapper.
+    """Return a transport for a model on a device that uses `inner`, whose shards are in host memory.
 
-    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated. Do
-    not use it directly afterwards.
+    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated.
     """
     assert isinstance(inner.parameters, WindowParameters | NodeCache)
     pinned = PinnedMemory(inner.storages, device)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from odc_mpi.comm.shard_storage import ShardStorage
-
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from odc_mpi.comm.islands.islands import Islands
     from odc_mpi.comm.progress import ProgressThread
+    from odc_mpi.comm.transport import ShardStorage
     from odc_mpi.runtime.world import World
 
 
@@ -114,7 +113,7 @@ class Group:
         """Overwrite `tensor`, a contiguous CPU tensor, with the tensor from rank 0. Collective."""
         self.world.broadcast(tensor)
 
-    def free(self, storages: Sequence[ShardStorage]) -> None:
+    def free(self, storages: Sequence["ShardStorage"]) -> None:
         """Synchronize all ranks, stop the progress thread, and free the storages in reverse order. Collective."""
         with self.world.collective("freeing the windows"):
             if self._progress is not None:

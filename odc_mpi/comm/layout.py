@@ -1,26 +1,23 @@
 """Layout of parameters in flat arrays: order, padding and owners. This module does not use MPI.
 
-The parameters of a unit, which are fetched together, are concatenated into a flat array. The array is split into shards
-of equal length, one per rank:
+The parameters of a unit are concatenated into a flat array, which is split into shards of equal length, one per rank:
 
     flat      [ q_proj.weight | pad | k_proj.weight | pad | norm.weight | ... ]
     shards    [      rank 0       |       rank 1       |       rank 2        | pad ]
 
-Each rank owns the elements in its shard. Since a shard may begin or end in the middle of a parameter, a rank may own
-only a slice of a parameter.
+Each rank owns the elements in its shard, which may begin or end in the middle of a parameter.
 
 With K islands (`comm.islands`), each island stores all shards. Rank r of an island stores shards `[r * K, (r + 1) * K)`
 as one larger shard, but owns only one of them: in island k, shard `r * K + k`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-#: Parameters and shards begin at multiples of 32 elements: 128 bytes of fp32 or 64 bytes of bf16. This is at least a
-#: cache line and the alignment of vectorized kernels. Layouts are the same for all dtypes of parameters and gradients.
+#: Parameters and shards begin at multiples of 32 elements: at least a cache line, also for bf16.
 ALIGNMENT_NUMEL = 32
 
 
@@ -55,10 +52,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a parameter that one rank owns: elements `[start, stop)` of the flattened parameter. May be empty.
-
-    The first element of the slice is at index `offset` in the rank's shard.
-    """
+    """Part of a parameter that one rank owns: elements `[start, stop)`, at index `offset` in the rank's shard."""
 
     spec: ParameterSpec
     start: int
@@ -79,7 +73,6 @@ class FlatLayout:
         numel: Number of elements, including the padding between parameters.
         num_owners: Number of ranks. Without islands, rank r owns elements `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Number of elements per shard. The last shards may extend beyond `numel` or begin after it.
-        dtype: Dtype in the shards. None means the dtype of the parameter store.
         num_islands: Number of islands, each with `num_owners / num_islands` consecutive ranks.
     """
 
@@ -147,6 +140,17 @@ class FlatLayout:
             (rank, max(first, whole.start) - whole.start, min(last, whole.stop) - whole.start)
             for rank, first, last in bounds
         )
+
+
+def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Split the range `[start, stop)` of array elements by owner and yield `(owner, start, stop)` for each part.
+
+    Owners come in cyclic order, beginning with the first one after `rank`, so that ranks do not all access rank 0
+    first. Cache the result, because with a thousand owners, computing it takes longer than issuing the operations.
+    """
+    owners = range(start // shard_numel, -(-stop // shard_numel)) if start < stop else ()
+    for owner in sorted(owners, key=lambda owner: (owner <= rank, owner)):
+        yield owner, max(start, owner * shard_numel), min(stop, (owner + 1) * shard_numel)
 
 
 def _align(numel: int) -> int:

@@ -26,7 +26,7 @@ IDLE_SHARE = 0.02
 IDLE_SLEEP_S = 10e-3
 #: A poll that takes more CPU time than this, in seconds, is assumed to have found work and is repeated without a sleep.
 #: A poll without work takes 2 to 5 µs, up to 40 µs while the rank computes, and rarely more. Where sockets report data,
-#: a single long poll is therefore no evidence of work. Wall time is not used, because a poll may wait long for the GIL.
+#: a single long poll is therefore no evidence of work.
 BUSY_POLL_S = 40e-6
 #: Maximum number of polls without a sleep. Where polling itself is slow, every poll would look like one with work.
 MAX_CONSECUTIVE_POLLS = 100
@@ -41,8 +41,7 @@ SWITCH_INTERVAL_S = 0.5e-3
 class ProgressThread:
     """Background thread that drives MPI progress until `close`. Construction is collective.
 
-    While the thread runs, Python's thread switch interval is at most `SWITCH_INTERVAL_S`. An uncaught exception in the
-    thread ends the job.
+    An uncaught exception in the thread ends the job.
 
     Args:
         world: World whose MPI library provides MPI_THREAD_MULTIPLE.
@@ -96,7 +95,6 @@ class ProgressThread:
 
 
 def _sleep_s(since_work_s: float) -> float:
-    """Return the length of the next sleep, in seconds."""
     if since_work_s < EAGER_S:
         return EAGER_SLEEP_S
     return min(max(SLEEP_S, IDLE_SHARE * since_work_s), IDLE_SLEEP_S)

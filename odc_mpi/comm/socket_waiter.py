@@ -1,7 +1,6 @@
 """Sleep that ends early when data arrives on one of this process's TCP connections.
 
-MPI libraries do not report the arrival of a message, but the kernel does: `poll(2)` returns which of the process's TCP
-sockets have data to read. This module does not read the data.
+MPI libraries do not report the arrival of a message, but `poll(2)` does. This module does not read the data.
 """
 
 import os
@@ -33,7 +32,7 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """True if `wait` currently polls any TCP connections. Connections whose data remains unread are not polled."""
+        """True if `wait` currently polls any TCP connections."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:

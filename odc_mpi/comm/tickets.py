@@ -1,13 +1,9 @@
 """Dynamic distribution of microbatches through shared counters, from which idle ranks draw their next microbatch.
 
 A ticket is the right to process one item, identified by its position in a list that all ranks know. The lowest rank of
-each node hosts a counter in an MPI window. A rank draws a ticket with a single MPI_Fetch_and_op, without any
-involvement of the host. Each node has a share of the positions. A rank first draws from its own node until that node's
-share is used up, and then from the other nodes. A second counter on each node counts the nodes that have run out of
-tickets, so that not every rank needs to ask all nodes.
-
-`reset` cannot overlap with a draw, because ranks draw tickets only within a minibatch and reset the counters only after
-gradients are complete and before parameters are published.
+each node hosts a counter in an MPI window. A rank draws a ticket with a single MPI_Fetch_and_op: first from its own
+node, until that node's share of the positions is used up, and then from the other nodes. A second counter on each node
+counts the nodes that have run out of tickets, so that not every rank needs to ask all nodes.
 """
 
 from collections.abc import Iterator
@@ -38,8 +34,7 @@ class Tickets:
     def draw(self, count: int) -> Iterator[int]:
         """Yield positions from 0 to `count - 1` until none are left. Each position goes to only one rank. One-sided.
 
-        A position is drawn whenever the iterator advances, so faster ranks get more positions. `count` must be the same
-        on all ranks.
+        A position is drawn whenever the iterator advances. `count` must be the same on all ranks.
         """
         while (position := self._next(self._world.node)) < count:
             yield position
@@ -56,7 +51,8 @@ class Tickets:
     def reset(self) -> None:
         """Set the counters hosted by this rank, if any, to zero. One-sided.
 
-        All ranks must call this method after gradients are complete and before parameters are published.
+        All ranks must call this method after gradients are complete and before parameters are published, so that it
+        cannot overlap with a draw.
         """
         host = self._host(self._world.node)
         if self._world.rank == host:

@@ -1,13 +1,9 @@
-"""Counter for the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
-
-It does not count accesses to this rank's own shards, zero-copy fetches, fetches of arrays that are already in the
-node's cache (`comm.windows.node_cache`), or message headers.
-"""
+"""Counter for the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes."""
 
 import functools
 from collections import Counter
 
-from odc_mpi.comm.shard_storage import ranges_by_owner
+from odc_mpi.comm.layout import ranges_by_owner
 from odc_mpi.comm.transport import Transport
 
 #: Places where other ranks can be: on this rank's node, or on other nodes.
@@ -15,7 +11,9 @@ PLACES = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
-    """Counter for the bytes that this rank fetches from and pushes to other ranks. Not thread-safe.
+    """Counter for the bytes that this rank transfers from and to the shards of other ranks. Not thread-safe.
+
+    Zero-copy fetches, fetches of arrays that are already in the node's cache, and message headers do not count.
 
     Attributes:
         fetched: Bytes fetched since construction from ranks on the same node and on other nodes (keys: `PLACES`).

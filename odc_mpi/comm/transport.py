@@ -20,13 +20,12 @@ Within a minibatch, ranks communicate only through fetches and pushes. `comm.fac
     single_rank  memory of the device      device        KEEP           yes        no        yes
     collective   private memory            host          COPY           no         no        no
 
-When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
-supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
-(`comm.windows.node_cache`). Otherwise, it has COPY access. Threads require MPI_THREAD_MULTIPLE. With islands
-(`comm.islands`), ranks fetch from and push to their own island only, and an `IslandExchange` connects the islands.
+With zero-copy on one node, the `window` transport has VIEW access, or KEEP access if torch supports it. With a node
+cache (`comm.windows.node_cache`), it has NODE access, and otherwise COPY access. Threads require MPI_THREAD_MULTIPLE.
+With islands (`comm.islands`), ranks fetch from and push to their own island only, and an `IslandExchange` connects the
+islands.
 
-A `comm.shard_storage.ShardStorage` owns the memory of the shards. One class is often both a store and a storage. A
-store can also wrap another store and use its storage, as in `comm.device.staged`.
+A `ShardStorage` owns the memory of the shards. One class is often both a store and a storage.
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +40,6 @@ import torch
 from odc_mpi.comm.buffers import BufferPool, empty_host
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
 if TYPE_CHECKING:
@@ -115,14 +113,13 @@ class ParameterStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for the event.
+        """Record an event on the current stream, for which the next `start_fetch` into `buffer` waits.
 
-        Call this method on the computing thread after enqueuing all kernels that use `buffer`. `start_fetch` may then
-        run on another thread.
+        Call this method on the computing thread after enqueuing all kernels that use `buffer`.
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Acquire a buffer for `start_fetch` and record its event. Call this method on the computing thread."""
+        """Return a buffer for `start_fetch`, with its event recorded. Call this method on the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
@@ -161,9 +158,8 @@ class GradientStore(ABC):
 
         Args:
             index: Index of a trainable array.
-            gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
+            gradient: Gradient of the elements from `start` on, `[n]` of `dtype`, contiguous. Call
                 `prepare_push(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
-            start: Index of the first of these elements in the array.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -171,19 +167,63 @@ class GradientStore(ABC):
         return empty_host(num_bytes)
 
     def prepare_push(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no preparation
-        """Prepare the next `push` of `gradient`, which may then run on another thread.
+        """Record an event for the next `push` of `gradient`, or start copying the gradient to the host.
 
-        Call this method on the computing thread after enqueuing the kernels that compute `gradient` on the current
-        stream. With a device, this records an event, or starts copying the gradient to the host.
+        Call this method on the computing thread after enqueuing the kernels that compute `gradient`.
         """
+
+
+class ShardStorage:
+    """Base class for owners of the memory of parameter or gradient shards.
+
+    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before
+    `Group.gradients_complete` and `complete` after it, `publish` before `Group.parameters_published`, and `sync` both
+    before and after it. By default, `plan` records the layouts and returns 0, and the other methods do nothing.
+    """
+
+    layouts: Sequence[FlatLayout] = ()
+
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
+        """Record the layouts of the arrays and return how many bytes of shared host memory `allocate` needs.
+
+        Raises `UserError` if a setting, such as a buffer size, is too small for the layouts.
+        """
+        self.layouts = tuple(layouts)
+        return 0
+
+    @property
+    def trainable_numels(self) -> dict[int, int]:
+        """Number of elements in this rank's shard of each trainable array, by array index."""
+        return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
+
+    def allocate(self) -> None:
+        """Allocate zero-filled memory for the planned layouts. Collective. Call this method only once."""
+
+    def flush(self) -> None:
+        """Complete all of this rank's gradient pushes at their targets. One-sided."""
+
+    def complete(self) -> None:
+        """Add received gradients to this rank's shards, unless they have already been added."""
+
+    def publish(self) -> None:
+        """Send this rank's parameters to the ranks that store copies of them. One-sided."""
+
+    def sync(self) -> None:
+        """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
+
+    def mapped_memory(self) -> list[torch.Tensor]:
+        """Return the mapped host memory from which a device can copy once it is pinned. Empty by default."""
+        return []
+
+    def free(self) -> None:
+        """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""
 
 
 @dataclass(eq=False, repr=False)
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points.
 
-    Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
-    `REDUCE_DTYPES`.
+    Construction raises ValueError unless the dtypes are in `PARAMETER_DTYPES` and `REDUCE_DTYPES`.
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
@@ -216,8 +256,8 @@ class Transport:
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
-        `close` is called if the `World` closes before this transport does. It must call the transport's `close` method,
-        which is also the default. Raises `AllRanksUserError` on every rank if any node has too little shared memory.
+        `close` is called if the `World` closes before this transport does, and must call the transport's `close`.
+        Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         island_layouts = [layout.island_layout for layout in layouts]

@@ -7,22 +7,15 @@ import torch
 
 
 class Work:
-    """Handle for a fetch or push in flight.
+    """Handle for a fetch or push in flight, which is already complete if `operation` is None.
 
-    Args:
-        operation: Function that completes this rank's part of the operation, on any thread, and returns the event of a
-            device copy still in flight, or None. The handle references the function, and thus its buffers, until the
-            call returns. If `operation` is None, the fetch or push is already complete.
+    `operation` completes this rank's part, on any thread, and returns the event of a device copy still in flight, or
+    None. The handle references the function, and thus its buffers, until the call returns.
     """
 
     def __init__(self, operation: Callable[[], torch.cuda.Event | None] | None = None) -> None:
         self._operation = operation
         self._event: torch.cuda.Event | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """True if the operation was complete at construction, or if `wait` or `complete` has returned."""
-        return self._operation is None
 
     def wait(self) -> None:
         """Wait until this rank's part of the operation is complete and its buffers may be used.

@@ -52,11 +52,11 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of work items, numbered from 0. At most one rank claims each item. Construction is collective.
+    """Queue of items, each of which at most one rank claims. Construction is collective.
 
     Args:
         max_count: Maximum number of items between two calls to `reset`. Must be the same on all ranks.
-        store_bytes: Size in bytes of this rank's store, which holds the content of the items that it publishes.
+        store_bytes: Size of this rank's store in bytes.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
@@ -117,9 +117,8 @@ class WorkQueue:
     def claim(self, published: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:
         """Claim the items in `published`, except those that another rank claims first. One-sided.
 
-        `published` is the list in a `QueueState`, so claiming begins with the largest item. After finding the first
-        item that another rank has claimed, this rank skips to a position in the list that depends on its rank, so that
-        idle ranks do not compete for the same items.
+        `published` is the list in a `QueueState`. After the first item that another rank has claimed, this rank skips
+        to a position in the list that depends on its rank, so that idle ranks do not compete for the same items.
 
         Yields `(item, owner, content)` for each claimed item, where `owner` is the rank that published it.
         """

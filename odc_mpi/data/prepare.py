@@ -27,7 +27,7 @@ from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
-from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
+from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.sources import DataSource, find_sources, mix
 from odc_mpi.data.templates import SplitTurns
@@ -212,7 +212,9 @@ def _write(
     little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
     sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction, options.split_turns)
-    stats = PrepareStats([source.name for source in plan.sources])
+    shares = [[source.name, 0, 0] for source in plan.sources]
+    report = plan.report({"vocab_size": len(tokenizer), "shares": shares}, num_proc=num_proc)
+    kinds: dict[bool, str] = {}
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
         blocks = reader.blocks("tokenizing", lambda: sum(writer.num_tokens for writer in writers))
@@ -226,16 +228,18 @@ def _write(
         for index, result in results:
             if result.counts.bad_lines:
                 _check_skipped(result.counts.bad_lines[0], options)
-            stats.add(index, result)
+            _check_kinds(kinds, result)
+            report.add_block(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):
                 for sequence in sequences:
                     writer.append(sequence.tokens, sequence.loss_mask, sequence.pair)
-        _check_counts([writer.num_sequences for writer in writers], plan, stats)
-        counts = stats.counts(*writers) | {"vocab_size": len(tokenizer)}
+        _check_counts([writer.num_sequences for writer in writers], plan, report)
+        counts = report.finish(*writers)
         for writer in writers:
             writer.set_attributes(request=plan.request, sources=plan.origin, report=json.dumps(counts))
             writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
-    return plan.report(counts, elapsed_s=time.monotonic() - begin, num_proc=num_proc)
+    report.elapsed_s = time.monotonic() - begin
+    return report
 
 
 def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes]) -> DatasetWriter:
@@ -255,10 +259,22 @@ def _check_skipped(message: str, options: PrepareOptions) -> None:
         raise UserError(f"{message}. To skip such lines, use --bad-lines skip")
 
 
-def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> None:
+def _check_kinds(kinds: dict[bool, str], block: EncodedBlock) -> None:
+    """Raise a `UserError` if pairs are mixed with other examples. Adds the kinds of the block to those of others."""
+    for is_pair, location in block.kinds.items():
+        kinds.setdefault(is_pair, location)
+        if len(kinds) > 1:
+            names = {True: "a pair of answers", False: "an example without chosen and rejected"}
+            raise UserError(
+                f"{location}: got {names[is_pair]}, but {kinds[not is_pair]} is {names[not is_pair]}: "
+                "prepare them separately, or select the fields with --columns"
+            )
+
+
+def _check_counts(counts: Sequence[int], plan: _Plan, report: PrepareReport) -> None:
     if not sum(counts):
         names = ", ".join(map(repr, plan.source_specs[:_MAX_NAMES]))
-        raise UserError(f"no sequences to write from {names}{stats.explain(plan.options.max_length)}")
+        raise UserError(f"no sequences to write from {names}{report.explain(plan.options.max_length)}")
     if not all(counts):
         raise UserError(
             f"expected sequences for training and for evaluation, got {' and '.join(map(str, counts))}: change "

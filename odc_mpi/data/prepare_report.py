@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import numpy as np
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
-from odc_mpi.errors import UserError
 from odc_mpi.formatting import printable_text
 
 _MAX_SHARES = 50  # with more sources, the report omits their shares
+#: Fields of `PrepareReport` that depend on the call, and are not stored in the data set.
+_NOT_STORED = ("path", "tokenizer", "trained_on", "chat_template", "eval_path", "folders", "elapsed_s", "num_proc")
 
 
 @dataclass(kw_only=True)
@@ -36,20 +37,50 @@ class PrepareReport(FilterCounts):
     path: Path
     tokenizer: Path
     trained_on: str
-    num_sequences: int
-    num_tokens: int
-    num_trained_tokens: int
-    longest: int
     vocab_size: int
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    longest: int = 0
     chat_template: Path | None = None
     eval_path: Path | None = None
     num_prompt_tokens: int = 0
     num_eval_sequences: int = 0
     num_eval_trained_tokens: int = 0
-    shares: Sequence[Sequence[Any]] = ()
+    shares: list[list[Any]] = field(default_factory=list)
     folders: Sequence[str] = ()
     elapsed_s: float | None = None
     num_proc: int = 1
+
+    def add_block(self, source: int, block: EncodedBlock) -> None:
+        """Count the sequences and invalid records of a block. `source` is the index of its source in `shares`."""
+        self.add(block.counts)
+        share = self.shares[source]
+        for sequence in itertools.chain(*block.sequences):
+            share[1] += 1
+            share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
+
+    def finish(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
+        """Set the sizes of the data sets, and return the counts to store in them, keyed by name."""
+        for name in ("num_sequences", "num_tokens", "num_trained_tokens", "num_prompt_tokens", "longest"):
+            setattr(self, name, getattr(writer, name))
+        self.num_eval_sequences = sum(each.num_sequences for each in held_out)
+        self.num_eval_trained_tokens = sum(each.num_trained_tokens for each in held_out)
+        if not 1 < len(self.shares) <= _MAX_SHARES:
+            self.shares = []
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_STORED}
+
+    def explain(self, max_length: int | None) -> str:
+        """Return the end of an error message that explains why there are no sequences to write."""
+        if not self.num_dropped + self.num_untrained_dropped + self.num_bad_lines:
+            return ": SOURCE contains no examples"
+        skipped = f", {self.num_bad_lines} invalid, the first: {self.bad_lines[0]}" if self.bad_lines else ""
+        raise_limit = f"raise --max-length (now {max_length}) or " if max_length else ""
+        return (
+            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without loss tokens, "
+            f"which are those of completions and of messages of the role assistant{skipped}): {raise_limit}"
+            "change SOURCE"
+        )
 
     def describe(self) -> str:
         """Return the report as several lines of text."""
@@ -110,64 +141,3 @@ class PrepareReport(FilterCounts):
             f"{num_tokens:,} loss tokens ({num_tokens / all_tokens:.1%})"
             for source, num_sequences, num_tokens in self.shares
         ]
-
-
-class PrepareStats:
-    """Counters for the sequences and invalid records of all sources, which are given by their names."""
-
-    def __init__(self, sources: Sequence[str]) -> None:
-        self._counts = FilterCounts()
-        self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
-        self._kinds: dict[bool, str] = {}
-        self._num_prompt_tokens = 0
-
-    def add(self, source: int, block: EncodedBlock) -> None:
-        """Count the sequences and invalid records of a block. `source` is the index of its source.
-
-        Raises a `UserError` if pairs are mixed with other examples.
-        """
-        for is_pair, location in block.kinds.items():
-            self._kinds.setdefault(is_pair, location)
-            if len(self._kinds) > 1:
-                names = {True: "a pair of answers", False: "an example without chosen and rejected"}
-                raise UserError(
-                    f"{location}: got {names[is_pair]}, but {self._kinds[not is_pair]} is {names[not is_pair]}: "
-                    "prepare them separately, or select the fields with --columns"
-                )
-        self._counts.add(block.counts)
-        share = self._shares[source]
-        for sequence in itertools.chain(*block.sequences):
-            share[1] += 1
-            share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
-        for sequence in block.sequences[0]:
-            self._num_prompt_tokens += sequence.pair.num_prompt_tokens if sequence.pair else 0
-
-    def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts for a `PrepareReport`, except `vocab_size`, as a dictionary that JSON can represent.
-
-        `held_out` is the writer of the held-out sequences, if any.
-        """
-        return {
-            "num_sequences": writer.num_sequences,
-            "num_tokens": writer.num_tokens,
-            "num_trained_tokens": writer.num_trained_tokens,
-            "num_prompt_tokens": self._num_prompt_tokens,
-            "longest": writer.longest,
-            **asdict(self._counts),
-            "num_eval_sequences": sum(each.num_sequences for each in held_out),
-            "num_eval_trained_tokens": sum(each.num_trained_tokens for each in held_out),
-            "shares": self._shares if 1 < len(self._shares) <= _MAX_SHARES else [],
-        }
-
-    def explain(self, max_length: int | None) -> str:
-        """Return the end of an error message that explains why there are no sequences to write."""
-        counts = self._counts
-        if not counts.num_dropped + counts.num_untrained_dropped + counts.num_bad_lines:
-            return ": SOURCE contains no examples"
-        skipped = f", {counts.num_bad_lines} invalid, the first: {counts.bad_lines[0]}" if counts.bad_lines else ""
-        raise_limit = f"raise --max-length (now {max_length}) or " if max_length else ""
-        return (
-            f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without loss tokens, "
-            f"which are those of completions and of messages of the role assistant{skipped}): {raise_limit}"
-            "change SOURCE"
-        )

@@ -5,6 +5,7 @@ source is proportional to its weight, and the examples are selected at random (s
 command-line order, since training shuffles sequences.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -214,18 +215,18 @@ class Mixture:
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
         """Yield blocks of the examples to use, each with the index of its source. See also `DataSource.read`."""
         for index, source in enumerate(self.sources):
-            for is_used in self._passes(index):
+            for selection in self._passes(index):
                 for block in source.read(on_bytes_read):
-                    yield index, block.select(is_used)
+                    yield index, block.select(selection)
 
-    def _passes(self, index: int) -> list[Callable[[], bool]]:
-        """Return, for each pass over a source, a function that returns True for each example to use."""
+    def _passes(self, index: int) -> list[Iterator[bool]]:
+        """Return, for each pass over a source, an iterator that yields True for each example to use."""
         if self.counts is None:
-            return [lambda: True]
+            return [itertools.repeat(True)]
         count, num_taken = self.counts[index]
         complete, rest = divmod(num_taken, count)
         sample = [_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else []
-        return [lambda: True] * complete + sample
+        return [itertools.repeat(True)] * complete + sample
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
@@ -262,15 +263,10 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     return Mixture(sources, list(zip(counts, counts_taken, strict=True)), seed)
 
 
-def _sample_without_replacement(count: int, num_samples: int, seed: str) -> Callable[[], bool]:
-    """Return a function that selects `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
+def _sample_without_replacement(count: int, num_samples: int, seed: str) -> Iterator[bool]:
+    """Yield True for `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
     uniform = random.Random(seed).random  # the same in every version of Python
-    left = [count, num_samples]
-
-    def is_used() -> bool:
-        is_taken = uniform() * left[0] < left[1]
-        left[0] -= 1
-        left[1] -= is_taken
-        return is_taken
-
-    return is_used
+    for num_left in range(count, 0, -1):
+        is_used = uniform() * num_left < num_samples
+        num_samples -= is_used
+        yield is_used

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
@@ -46,15 +44,13 @@ class GenerateArguments:
 class GenerationModel:
     """Model on the meta device, with its tokenizer and the stop tokens that apply to all prompts.
 
-    `name` is the path of the checkpoint or directory. `dtype` is the dtype of the parameters during computation, or
-    None to keep the dtypes of the module.
+    `name` is the path of the checkpoint or directory.
     """
 
     name: str
     meta_model: MetaModel
     tokenizer: Any
     stop: tuple[int, ...]
-    dtype: torch.dtype | None
 
 
 def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
@@ -63,7 +59,7 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
     Raises `UserError` if the model, checkpoint or tokenizer is missing or damaged, or if the model is a reward model.
     """
     path, step, base = arguments.source, arguments.step, arguments.base
-    attn_implementation, tokenizer, dtype = arguments.attn_implementation, arguments.tokenizer, None
+    attn_implementation, tokenizer = arguments.attn_implementation, arguments.tokenizer
     if is_peft_directory(path) or is_model_directory(path):
         if step is not None:
             raise UserError(f"--step requires a run, got {path}, a Hugging Face directory: omit --step")
@@ -72,7 +68,9 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
         if is_peft_directory(path):
             base = base_model_path(path, base)
         else:
-            base, dtype = path, stored_dtype(path)
+            base = path
+            for parameter in meta_model.module.parameters():
+                parameter.data = parameter.data.to(stored_dtype(path))
         # Adapters may have been saved without a tokenizer.
         own_files = {} if tokenizer else tokenizer_files(path, base)
         loaded_tokenizer = load_files(own_files, path) if own_files else load_tokenizer(tokenizer or base)
@@ -89,7 +87,7 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
     eos_tokens = read_generation_config(base).get("eos_token_id")
     ends = [loaded_tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
     stop = tuple(dict.fromkeys(token for token in ends if isinstance(token, int)))
-    return GenerationModel(name, meta_model, loaded_tokenizer, stop, dtype)
+    return GenerationModel(name, meta_model, loaded_tokenizer, stop)
 
 
 def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:

@@ -89,7 +89,6 @@ def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
     return shard_model(
         source.meta_model.module,
         world,
-        param_dtype=source.dtype,
         weights=source.meta_model.weights,
         decision=decide_for(world, device=device, tickets=True),
         device=device,

@@ -23,7 +23,6 @@ class ChangeRule:
     """Decides after each step whether the islands synchronize. Ranks that pass the same norms decide the same.
 
     Args:
-        num_islands: Number of islands.
         threshold: The islands synchronize if the smoothed gradient norm of any of them changes by at least this
             fraction in a step. With 0, they synchronize after every step.
     """

@@ -122,14 +122,6 @@ def _decode_e3m0(message: torch.Tensor, blocks: torch.Tensor) -> None:
     torch.mul(pairs.view(torch.float32).view_as(blocks), _units(message), out=blocks)
 
 
-def _e3m0_pairs() -> torch.Tensor:
-    """Return the two float32 values of each byte, in units of the block, as the bits of an int64 tensor [256]."""
-    magnitudes = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
-    values = torch.cat((magnitudes, -magnitudes))
-    codes = torch.arange(256)
-    return torch.stack((values[codes & 15], values[codes >> 4]), dim=1).view(torch.int64).view(-1)
-
-
 def _exponents(largest: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the exponent bytes of blocks, int32 [blocks, 1], given the bits of their largest magnitudes."""
     exponents = exponents.masked_fill(exponents < _SMALLEST, 0).clamp_(max=_NOT_FINITE - 1)
@@ -152,7 +144,10 @@ def _float_encoding(dtype: torch.dtype) -> Encoding:
     return Encoding(dtype.itemsize * BLOCK_NUMEL, partial(_encode_floats, dtype), partial(_decode_floats, dtype))
 
 
-_E3M0_PAIRS = _e3m0_pairs()
+_E3M0_MAGNITUDES = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+_E3M0_VALUES = torch.cat((_E3M0_MAGNITUDES, -_E3M0_MAGNITUDES))
+#: The two float32 values of each byte, in units of the block, as the bits of an int64 tensor [256].
+_E3M0_PAIRS = torch.cartesian_prod(_E3M0_VALUES, _E3M0_VALUES).flip(1).view(torch.int64).view(-1)
 
 _ENCODINGS = {
     "float32": _float_encoding(torch.float32),

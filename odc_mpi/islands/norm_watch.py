@@ -26,8 +26,6 @@ class NormWatch:
     accepted. Ranks that pass the same norms decide the same.
 
     Args:
-        num_islands: Number of islands.
-        num_fragments: Number of fragments of the parameters.
         limit: Largest norm that is accepted, as a multiple of the mean. 0 accepts all finite norms.
     """
 

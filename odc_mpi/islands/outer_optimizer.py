@@ -29,8 +29,6 @@ class OuterOptimizer:
 
     Args:
         slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
-        learning_rate: Learning rate of the outer parameters.
-        momentum: Nesterov momentum of the outer parameters.
         local_share: `apply` sets local parameters to `local_share * local + (1 - local_share) * outer`.
         error_feedback: True to add what encoding has lost from a difference to the next one of the fragment.
 

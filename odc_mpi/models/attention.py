@@ -8,7 +8,6 @@ attention mask. `_local_pattern` replaces such a mask with a tensor that contain
 mask restricts each token to the attention chunk that contains it. Such a mask is replaced with the chunk size.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -119,8 +118,8 @@ def packed_attention(
         _refuse(ContextParallelUnsupportedError, "attention of a chunk supports only plain causal layers", unsupported)
         output = chunk.attend(query, key, value, scaling, cast(int, module.layer_idx))
         return output.transpose(1, 2).contiguous(), None
-    lengths = _differences(cu_seq_lens_q)
-    num_keys = lengths if cu_seq_lens_k is None else _differences(cu_seq_lens_k)
+    lengths = cu_seq_lens_q.diff().tolist()
+    num_keys = lengths if cu_seq_lens_k is None else cu_seq_lens_k.diff().tolist()
     prompts = [keys - length for keys, length in zip(num_keys, lengths, strict=True)]
     query = _restart_temperatures(module, query, lengths, prompts)
     is_plain = not eager and dropout == 0 and chunk_size is None and s_aux is None
@@ -142,10 +141,6 @@ def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     bounds = torch.tensor([*starts, len(positions)], dtype=torch.int32)
     shared_prompts = torch.tensor([0, *(positions[i] for i in starts)], dtype=torch.int32)
     return bounds, bounds + shared_prompts.cumsum(0)
-
-
-def _differences(bounds: torch.Tensor) -> list[int]:
-    return [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:

@@ -121,15 +121,14 @@ def from_directory(
             f"model.path: expected a Hugging Face model directory with {_CONFIG}, or a run with checkpoints, "
             f"{path} has none"
         )
-    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+    problem = f"model.path: {path / _CONFIG} is not usable"
+    with _user_errors(problem):
         content = decode_floats(parse_json((path / _CONFIG).read_bytes()))
         if not isinstance(content, dict):
             raise ValueError(f"expected a JSON object, got {content!r}")
-    _check_counts(content, "", f"model.path: {path / _CONFIG} is not usable: ")
-    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+        _check_counts(content, "", f"{problem}: ")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    config = _override(config, content, overrides)
-    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+        config = _override(config, content, overrides)
         composite = composite_of(config)
     config = composite.text_config if composite else config
     module, packing = _on_meta(config, "model.path", attn_implementation, task)

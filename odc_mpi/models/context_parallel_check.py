@@ -34,8 +34,8 @@ class AttentionShape:
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
     """Check that a model supports context parallelism, and return the shape of its attention.
 
-    The check runs a forward pass of `module`, which must be on the meta device and have no adapters. `num_tokens` is
-    the length of the longest sequence. Raises `ContextParallelUnsupportedError` if the check fails.
+    The check runs a forward pass of `module`, which must be on the meta device, in training mode and without adapters.
+    `num_tokens` is the length of the longest sequence. Raises `ContextParallelUnsupportedError` if the check fails.
     """
     config = module.config.get_text_config()
     if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
@@ -43,9 +43,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
     if getattr(config, "output_router_logits", False):
         raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
     recorder = _AttentionRecorder(num_tokens)
-    training = module.training
     try:
-        module.train()
         # Three tokens. Without the mask of ones transformers searches the positions for sequences, and meta tensors
         # have no values.
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
@@ -57,9 +55,9 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
         raise ContextParallelUnsupportedError(
             f"{type(module).__name__} cannot run on the meta device: {one_line_message(error)}"
         ) from error
-    finally:
-        module.train(training)
-    return recorder.shape()
+    if not recorder.layers or recorder.layers != list(range(len(recorder.layers))):
+        raise ContextParallelUnsupportedError(f"expected one attention in each layer, in order, got {recorder.layers}")
+    return AttentionShape(len(recorder.layers), max(recorder.sizes))
 
 
 class _AttentionRecorder(SequenceChunk):
@@ -67,24 +65,16 @@ class _AttentionRecorder(SequenceChunk):
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._layers: list[int] = []
-        self._sizes: list[int] = []
+        self.layers: list[int] = []
+        self.sizes: list[int] = []
 
     @override
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        self._layers.append(layer)
-        self._sizes.append((key.numel() + value.numel()) // key.shape[2])
+        self.layers.append(layer)
+        self.sizes.append((key.numel() + value.numel()) // key.shape[2])
         return torch.empty_like(query)
-
-    def shape(self) -> AttentionShape:
-        """Return the shape of the recorded attention."""
-        if not self._layers or self._layers != list(range(len(self._layers))):
-            raise ContextParallelUnsupportedError(
-                f"expected one attention in each layer, in order, got layers {self._layers}"
-            )
-        return AttentionShape(len(self._layers), max(self._sizes))
 
 
 def _rope_types(content: Any) -> Iterator[str]:

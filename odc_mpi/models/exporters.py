@@ -20,7 +20,6 @@ from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_p
 from odc_mpi.models.build import is_model_directory
 from odc_mpi.models.heads import REWARD
 from odc_mpi.models.load import load_base, load_checkpoint, saved_task
-from odc_mpi.models.weights.composite import is_composite
 from odc_mpi.models.weights.conversion import published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -42,7 +41,7 @@ class AdapterExporter(Exporter):
         self._checkpoint = checkpoint
         self._base = str(base or "") or checkpoint.manifest.metadata["base"]["path"]
         path = Path(cached_model_path(self._base or ""))
-        if self._base and is_model_directory(path) and is_composite(path):
+        if self._base and is_model_directory(path) and _is_multimodal(path):
             raise UserError(
                 f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft would not "
                 "find their layers, so export the merged text model with --merge"
@@ -149,6 +148,11 @@ class MergedExporter(PublishedExporter):
         weight = self._base.read(name, 0, shape.numel()).reshape(shape)
         a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
         return add_product(self._module.get_submodule(layer), weight.float(), a, b)
+
+
+def _is_multimodal(path: Path) -> bool:
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return config.get_text_config() is not config
 
 
 def _trained(checkpoint: Checkpoint) -> list[str]:

@@ -26,13 +26,11 @@ class Task:
 
     Attributes:
         description: Kind of model, for error messages.
-        suffix: Suffix of class names by which `task_of` recognizes the task; empty for the default task.
         auto_class: Transformers class that builds a model for this task from a configuration.
         new_head: Name of the head that only models for this task have, or None. It is trained in full, even with LoRA.
     """
 
     description: str
-    suffix: str
     auto_class: Any
     peft_type: str
     new_head: str | None = None
@@ -60,19 +58,13 @@ class Task:
             )
 
 
-CAUSAL_LM = Task("causal model", "", transformers.AutoModelForCausalLM, "CAUSAL_LM")
-REWARD = Task(
-    "sequence classifier",
-    "ForSequenceClassification",
-    transformers.AutoModelForSequenceClassification,
-    "SEQ_CLS",
-    "score",
-)
+CAUSAL_LM = Task("causal model", transformers.AutoModelForCausalLM, "CAUSAL_LM")
+REWARD = Task("sequence classifier", transformers.AutoModelForSequenceClassification, "SEQ_CLS", "score")
 
 
 def task_of(class_name: str) -> Task:
     """Return the task of a transformers model, given its class name; `CAUSAL_LM` for unknown classes."""
-    return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
+    return REWARD if class_name.endswith("ForSequenceClassification") else CAUSAL_LM
 
 
 def set_padding(config: Any, padding: int) -> None:

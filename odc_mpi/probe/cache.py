@@ -23,10 +23,7 @@ _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFI
 
 
 def stack_key(library: str) -> dict[str, Any]:
-    """Return the part of a cache key that describes the software: MPI library, mpi4py and environment variables.
-
-    `library` is the result of MPI_Get_library_version.
-    """
+    """Return the part of a cache key for the software. `library` is the result of MPI_Get_library_version."""
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -42,7 +39,7 @@ def cache_directory() -> Path:
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report for a key, or None if it is missing, damaged or older than `max_age_s` seconds."""
+    """Return the report for a key, or None if it is missing, damaged or older than `max_age_s` seconds."""
     try:
         cached = json.loads(_path(key).read_text())
         fresh = 0 <= time.time() - cached["time_s"] < max_age_s
@@ -53,7 +50,7 @@ def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | Non
 
 
 def store(key: dict[str, Any], report: ProbeReport) -> None:
-    """Store a report in the cache atomically, in a file that only this user can read. Errors are ignored."""
+    """Store a report atomically. Errors are ignored."""
     content = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home directory
         path = _path(key)

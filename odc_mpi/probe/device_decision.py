@@ -1,8 +1,8 @@
 """Objections to windows on devices, based on the results of `odc-mpi doctor`. Equal on all ranks. Does not use MPI.
 
-Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has successfully
-tested all necessary operations: Get, and either Accumulate or Put (for a mailbox). Each operation must work with device
-memory at the origin and with every kind of peer, and Get between devices must not be much slower than between hosts.
+Windows on devices are used only if `odc-mpi doctor` has successfully tested all necessary operations: Get, and either
+Accumulate or Put (for a mailbox). Each must work with device memory at the origin and with every kind of peer, and Get
+between devices must not be much slower than between hosts.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class DeviceFindings:
 
     Attributes:
         objection: Reason not to use windows on devices at all, or None if they can be used.
-        peers: Results of operations with device memory at the origin, by kind of peer ("same_node", "other_node").
-        reduction_objections: Reasons not to use a reduction, keyed by its name: "accumulate" or "mailbox".
+        peers: Results with device memory at the origin, by kind of peer ("same_node", "other_node").
+        reduction_objections: Reasons not to use a reduction, by its name ("accumulate", "mailbox").
     """
 
     objection: str | None

@@ -1,9 +1,8 @@
 """Trials of windows on devices, needed because MPI libraries do not reliably report whether they support them.
 
-All ranks map each other's memory, which needs no MPI, and create a window. For each kind of peer (on the same node, on
-another node), one pair of ranks tries Get, Put and Accumulate, with device memory and with host memory at the origin.
-With device memory, each of them is also tested for stale reads (`probe.trial`). Then every rank accumulates into its
-own window.
+All ranks map each other's memory, which needs no MPI, and create a window. For each kind of peer, one pair of ranks
+tries Get, Put and Accumulate, with device memory and with host memory at the origin. With device memory, each of them
+is also tested for stale reads (`probe.trial`). Then every rank accumulates into its own window.
 
 Because an unsupported operation may crash the process or never return, these trials run only in child processes of
 `odc-mpi doctor`, which caches the results. Training runs only read the cache.
@@ -70,9 +69,8 @@ def try_device(
 def device_cache_key(world: World, device: Device) -> dict[str, Any]:
     """Return the cache key of a report about windows on devices. Collective.
 
-    The key contains the MPI library, its environment variables, the driver, and the node index and device name of each
-    rank. It also contains the path of the loaded UCX library, which the version of the MPI library does not determine.
-    It contains no host names, so the report is also valid for jobs on other nodes of the same kind.
+    It has no host names, so the report is also valid on other nodes of the same kind. The version of the MPI library
+    does not determine that of UCX.
     """
     return {
         **cache.stack_key(MPI.Get_library_version()),
@@ -85,8 +83,7 @@ def device_cache_key(world: World, device: Device) -> dict[str, Any]:
 def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """Load the cached report of `odc-mpi doctor` for the current layout of ranks and devices. Collective.
 
-    `device` is the device of this rank. Returns None if the cache has no report for this software and layout, or only
-    one that is too old.
+    Returns None if the cache has no report for this software and layout, or only one that is too old.
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
@@ -105,7 +102,7 @@ def allocation_error(device: Device, num_bytes: int) -> str | None:
 
 
 def cuda_support() -> bool | None:
-    """Return the result of MPIX_Query_cuda_support, or None if the MPI library does not have this function."""
+    """Return the result of MPIX_Query_cuda_support, or None if the MPI library lacks it."""
     for path in _mapped_libraries(r"libmpi\w*"):
         function = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
         if function is not None:
@@ -114,7 +111,7 @@ def cuda_support() -> bool | None:
 
 
 class DeviceBuffer(Buffer):
-    """Buffer in device memory with the initial content `values`, for the origin or for the target's window."""
+    """Buffer in device memory with the initial content `values`."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device

@@ -3,8 +3,7 @@
 This process does not start MPI. Its child process takes part in the job (`probe.probe`) and sends each result
 immediately, so that a report is printed even if the MPI library crashes or hangs.
 
-The results are cached for training runs with the same layout of ranks. Crashes are cached only for windows on GPUs,
-which training runs do not try themselves.
+The results are cached for training runs with the same layout of ranks.
 """
 
 import json
@@ -56,10 +55,8 @@ def doctor(
 
     Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0.
 
-    Args:
-        probe: Command that starts the child process.
-        deadline_s: Time limit for the entire probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
-            limit is exceeded, the results obtained so far are printed.
+    `probe` is the command that starts the child process. On machines with a GPU, `DEVICE_S` is added to `deadline_s`.
+    If a time limit is exceeded, the results obtained so far are printed.
     """
     rank = launched_rank()
     if has_gpu():
@@ -103,10 +100,9 @@ def _report(result: ChildResult) -> ProbeReport:
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
-    """Cache the report for training runs.
+    """Cache the report for training runs: about devices unless the launcher ended the probe, else without problems.
 
-    Results about devices are cached unless the launcher ended the probe. All other results are cached only if the
-    report has no problems.
+    Training runs do not try windows on devices themselves, so crashes in their trials are cached.
     """
     keys = result.message.get("keys", {})
     if report.device is not None and result.failure != ENDED_BY_LAUNCHER:

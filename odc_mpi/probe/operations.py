@@ -1,7 +1,7 @@
 """One-sided operations that a probe tries, with checks of their results.
 
 A target's window contains float32 numbers followed by a 64-bit counter. The numbers are small integers whose sums are
-exact, so results can be compared bitwise. The origin keeps a copy of the expected content of the window.
+exact, so results are compared bitwise with the expected content, which the origin keeps.
 """
 
 from collections import Counter
@@ -17,19 +17,14 @@ COUNTER_BYTES = 8
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    """Return the initial content of a window, uint8 `[num_bytes]`: float32 numbers, followed by a counter of 0.
-
-    The numbers repeat with a period of 251, which is prime, so that neighboring memory pages differ.
-    """
+    """Return the initial content of a window, uint8 `[num_bytes]`: float32 numbers, followed by a counter of 0."""
+    # The period is a prime number, so that neighboring memory pages differ.
     numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
 
 class Buffer:
-    """Buffer in host memory, uint8 `[n]`, for the origin or for the target's window.
-
-    The attribute `memory` is the object that is passed to MPI.
-    """
+    """Buffer in host memory, uint8 `[n]`, for the origin or for the target's window. `memory` is passed to MPI."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.memory: np.ndarray | memoryview = values
@@ -39,11 +34,11 @@ class Buffer:
         np.asarray(self.memory)[:num_bytes] = value
 
     def read(self, num_bytes: int) -> np.ndarray:
-        """Return the first `num_bytes` bytes as an array in host memory."""
+        """Return the first `num_bytes` bytes in host memory."""
         return np.asarray(self.memory)[:num_bytes]
 
     def contains(self, value: int, num_bytes: int) -> bool:
-        """Return True if each of the first `num_bytes` bytes equals `value`. A device compares its own memory."""
+        """Return True if each of the first `num_bytes` bytes equals `value`."""
         return bool((self.read(num_bytes) == value).all())
 
 
@@ -52,10 +47,10 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, uint8 `[n]`. This array is updated by
-            operations, and shared by links with the same target.
+        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Operations update it.
+            Links with the same target share it.
         allocate: Function that creates a buffer with the given initial content.
-        rotation: Number of elements by which the sent values are rotated, so that links can send different values.
+        rotation: Number of elements by which the sent values are rotated, so that links send different values.
     """
 
     def __init__(
@@ -77,7 +72,7 @@ class TrialOperation:
 
     #: Size of a small operation, in bytes.
     small_bytes = 64
-    #: True if the operation is also tried with larger sizes.
+    #: True if larger sizes are tried, too.
     grows = True
 
     def __init__(self, link: ProbeLink) -> None:
@@ -85,7 +80,7 @@ class TrialOperation:
         self._runs: Counter[int] = Counter()  # by number of bytes
 
     def run(self, num_bytes: int) -> None:
-        """Run the operation once on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
+        """Run the operation on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
         self._runs[num_bytes] += 1
         self._run(num_bytes)
 
@@ -99,17 +94,17 @@ class TrialOperation:
 
 
 class Get(TrialOperation):
-    """Get operation, which reads the target's window."""
+    """Reads the target's window."""
 
     def _run(self, num_bytes: int) -> None:
         self.link.get(num_bytes)
 
 
 class Write(TrialOperation):
-    """Operation that writes the values of a buffer at the origin to the target's window, or adds them to it."""
+    """Writes the values of a buffer at the origin to the target's window, or adds them to it."""
 
     def write(self, source: Buffer, num_bytes: int) -> None:
-        """Write or add the first `num_bytes` bytes of `source`, and wait until they are complete. One-sided."""
+        """Write or add the first `num_bytes` bytes of `source`, and wait for completion. One-sided."""
         raise NotImplementedError
 
     @override
@@ -128,12 +123,12 @@ class Write(TrialOperation):
         self.write(self.link.sent, num_bytes)
 
     def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
-        """Change the expected content of the target's window as `num_runs` runs with the same values do."""
+        """Change the expected content as `num_runs` runs with the same values do."""
         raise NotImplementedError
 
 
 class Put(Write):
-    """Put operation, which overwrites the target's window with its initial numbers in a different order."""
+    """Overwrites the target's window with its initial numbers in a different order."""
 
     @override
     def write(self, source: Buffer, num_bytes: int) -> None:
@@ -147,7 +142,7 @@ class Put(Write):
 
 
 class Accumulate(Write):
-    """Accumulate operation on integer-valued float32 numbers that are small enough for every sum to be exact."""
+    """Adds integer-valued float32 numbers, small enough for every sum to be exact."""
 
     @override
     def write(self, source: Buffer, num_bytes: int) -> None:
@@ -161,10 +156,7 @@ class Accumulate(Write):
 
 
 class FetchAndOp(TrialOperation):
-    """Fetch_and_op operation, which increments the counter and fetches its previous value.
-
-    The check also reads the counter with Get_accumulate and MPI_NO_OP, as the work queue does.
-    """
+    """Increments the counter and fetches its previous value. The check also reads it as the work queue does."""
 
     small_bytes = COUNTER_BYTES
     grows = False

@@ -69,7 +69,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return a report that has no trial results, only MPI library, thread level, memory model, nodes and ranks."""
+    """Return a report without trial results."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),
@@ -80,7 +80,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report about this stack from rank 0's cache, or that of a quick probe if there is none. Collective."""
+    """Return the report in rank 0's cache, or else that of a quick probe. Collective."""
     key = report_key(world)
     cached = world.gather_objects(cache.load(key) if world.rank == 0 else None)[0]
     if cached is not None:
@@ -93,16 +93,13 @@ def cached_or_quick_report(world: World) -> ProbeReport:
 
 
 def report_key(world: World) -> dict[str, Any]:
-    """Return the cache key of a report: MPI library, environment variables, and hosts of all ranks. Collective."""
+    """Return the cache key of a report, which includes the hosts of all ranks. Collective."""
     ranks = world.gather_objects([world.node, socket.gethostname()])
     return {**cache.stack_key(MPI.Get_library_version()), "ranks": ranks}
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Select a pair of ranks, an origin and a target, for each kind of peer in the job.
-
-    `nodes` contains the node index of each rank. Kinds of peers that the job does not have are omitted from the result.
-    """
+    """Select an origin and a target for each kind of peer in the job. `nodes` has the node index of each rank."""
     pairs = {}
     for origin, node in enumerate(nodes):
         if node in nodes[origin + 1 :]:
@@ -193,7 +190,7 @@ def device_on_all_ranks(world: World) -> "Device | None":
 
 
 def main(arguments: Sequence[str], send: Callable[[ChildMessage], None]) -> None:
-    """Probe the MPI stack, and send the report so far to the parent process before each trial. Collective."""
+    """Probe the MPI stack as a child process (see `runtime.start.launch`). Collective."""
     with World(timeout_s=PROGRAM_S) as world:
         # Before the first message: loading CuPy may take longer than the deadline of an operation.
         device = device_on_all_ranks(world)

@@ -9,14 +9,12 @@ from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-#: Kinds of peers that a rank can have, named like the fields of `Peers`.
-PEER_KINDS = ("same_node", "other_node")
-#: Operations, named like the fields of `Peer`, in the order of the trials. The one most likely to fail comes last.
-OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
-#: Text for each kind of peer in messages.
+#: Text in messages for each kind of peer, named like the fields of `Peers`.
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
-#: Name of each operation in messages.
+#: Name in messages of each operation, named like the fields of `Peer`.
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
+#: Operations in the order of the trials. The one most likely to fail comes last.
+OPERATIONS = tuple(OPERATION_NAMES)
 #: Operations on device windows, as pairs of an operation and the memory at the origin (a field of `DeviceWindows`), in
 #: the order of the trials. The most important ones come first, and those that have crashed libraries come last.
 DEVICE_OPERATIONS = (
@@ -35,13 +33,12 @@ class OperationResult:
 
     Attributes:
         one_sided: True if the operation completed while its target was computing, False if it waited for the target.
-        idle_s: Median time of a small operation (64 bytes, or 8 bytes for `fetch_and_op`) while the target waits inside
-            MPI, in seconds.
-        busy_s: Median time of a small operation while the target computes without entering MPI, in seconds.
+        idle_s: Median seconds of a small operation (64 bytes, or 8 bytes for `fetch_and_op`) while the target waits
+            inside MPI.
+        busy_s: Median seconds of a small operation while the target computes without entering MPI.
         gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that could
             be tried within the time limit.
-        num_fresh_reads: Number of reads that returned a new value after it had been announced, or None if the operation
-            was not tested for stale reads.
+        num_fresh_reads: Number of reads that returned a new value after it had been announced. None if not tested.
     """
 
     one_sided: bool | None = None
@@ -63,7 +60,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """Measurements for each kind of peer. A field is None if the job has no such peers, or if there are no results."""
+    """Measurements for each kind of peer."""
 
     same_node: Peer | None = None
     other_node: Peer | None = None
@@ -89,12 +86,11 @@ class DeviceWindows:
     """Results for windows in device memory.
 
     Attributes:
-        cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
-        mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it. None
-            if this was not tried.
+        cuda_support: Result of MPIX_Query_cuda_support, if the MPI library has this function.
+        mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
-        from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
-        from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.
+        from_device: Results with device memory at the origin. `fetch_and_op` is not tried.
+        from_host: Results with host memory at the origin. `fetch_and_op` is not tried.
     """
 
     names: tuple[str, ...] = ()
@@ -133,7 +129,7 @@ class Problem:
 
     @property
     def what(self) -> str:
-        """Description of the problem without the name of the trial."""
+        """Description without the name of the trial."""
         return f"{self.cause.value} {self.detail}".strip()
 
     def __str__(self) -> str:
@@ -141,7 +137,7 @@ class Problem:
 
     @classmethod
     def read(cls, text: str) -> "Problem":
-        """Parse a problem from its text, the result of `str(problem)`."""
+        """Parse the result of `str(problem)`."""
         where, _, what = text.partition(": ")
         cause = next(cause for cause in Cause if what.startswith(cause.value))
         return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
@@ -154,7 +150,6 @@ class ProbeReport:
     Attributes:
         shm_bytes: Minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
         peers: Results of operations on windows in host memory.
-        device: Results for windows on devices, or None if they were not tried.
     """
 
     library: str | None = None
@@ -177,10 +172,10 @@ class ProbeReport:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of peers: "same_node" if any node has several ranks, "other_node" if the job has several nodes."""
         exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}
-        return tuple(kind for kind in PEER_KINDS if exist[kind])
+        return tuple(kind for kind in LOCATIONS if exist[kind])
 
     def with_device(self, **fields: Any) -> "ProbeReport":
-        """Return a copy of the report in which the given fields of `device` are replaced."""
+        """Return a copy in which the given fields of `device` are replaced."""
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
@@ -196,11 +191,11 @@ class ProbeReport:
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the first problem of the trial `where` (see `Problem.where`), or None if the trial had none."""
+        """Return the first problem of the trial `where`, or None."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def wrong_data(self, *where: str) -> str | None:
-        """Return the description of `problem(*where)` if its cause is wrong or stale data, otherwise None."""
+        """Return the description of `problem(*where)` if the data was wrong or stale, otherwise None."""
         problem = self.problem(*where)
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 

@@ -11,9 +11,9 @@
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
 Only the origin's clock is used. The target receives the next command only after it has computed for the given time. The
-origin can thus observe when the computation ended, and subtract the given time to determine when it began. A
-measurement is valid if it began during the computation. The operation is one-sided if it took only a short time and the
-target kept computing for at least half of the given time after the last measurement.
+origin thus observes when the computation ended, and subtracts the given time to determine when it began. A measurement
+is valid if it began during the computation. The operation is one-sided if it took only a short time and the target kept
+computing for at least half of the given time after the last measurement.
 """
 
 import statistics
@@ -70,9 +70,9 @@ class TrialBudget:
     staleness_s: float
 
 
-#: Collective function that creates the window for the trials, with a displacement unit of one byte. Its second argument
-#: is the content of the window on this rank, uint8 `[n]`. It returns a sequence of windows and the memory of this rank.
-#: The first window is used. A second window, if any, owns the memory of the first.
+#: Collective function that creates the window for the trials, with a displacement unit of one byte and the given
+#: content on this rank, uint8 `[n]`. It returns windows and the memory of this rank. The first window is used. A second
+#: window, if any, owns the memory of the first.
 Allocate = Callable[[World, np.ndarray], tuple[Sequence[MPI.Win], operations.Buffer]]
 
 
@@ -102,9 +102,8 @@ class Trials:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
         origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
-        staleness_tests: Operations that are tested for staleness, as pairs of a name and a kind of memory at the
-            origin. By default not Put on the host: with libfabric's tcp provider it may be late, and mailboxes detect
-            that themselves.
+        staleness_tests: Operations that are tested for staleness, and kinds of memory at the origin. By default not Put
+            on the host: with libfabric's tcp provider it may be late, and mailboxes detect that themselves.
     """
 
     def __init__(
@@ -138,34 +137,22 @@ class Trials:
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation, and return its result and the cause of its problem (None without a problem). Collective.
+        """Try an operation, and return its result and the cause of any problem. Collective.
 
-        Args:
-            name: Name of the operation, a key of `OPERATIONS_BY_NAME`.
-            kind: Kind of peer, a key of `pairs`.
-            memory: Kind of memory at the origin, a key of `origins`.
+        The arguments are keys of `OPERATIONS_BY_NAME`, `pairs` and `origins`.
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
-        numbers = np.zeros(8)
+        found = None
         with self._world.deadline(what):
             if self._world.rank == origin:
                 operation = operations.OPERATIONS_BY_NAME[name](self._links[kind, memory])
-                numbers[:6] = self._measure(operation, target)
-                if (name, memory) in self._staleness_tests:
-                    numbers[6:] = self._read_new_values(operation, target)
-                self._send_command(target, stop=True)
+                found = self._try(operation, target, (name, memory) in self._staleness_tests)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
-        self._world.wait_collective(self._comm.Ibcast(numbers, root=origin), what)
-        idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, reads, fresh_reads = numbers.tolist()
-        num_fresh_reads = int(fresh_reads) if reads else None
-        if not is_correct or fresh_reads < reads:
-            return OperationResult(num_fresh_reads=num_fresh_reads), Cause.STALE if is_correct else Cause.WRONG
-        if not is_valid:
-            return OperationResult(None, idle_s, busy_s, gb_per_s, num_fresh_reads), Cause.INCONCLUSIVE
-        return OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s, num_fresh_reads), None
+        with self._world.collective(what):
+            return self._comm.bcast(found, root=origin)
 
     def close(self) -> None:
         """Free the windows and the communicator of the trials. Collective."""
@@ -176,13 +163,21 @@ class Trials:
                 win.Free()
             self._comm.Free()
 
-    def _measure(self, operation: operations.TrialOperation, target: int) -> tuple[float, ...]:
-        """Run the operation on the origin. Return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct."""
+    def _try(
+        self, operation: operations.TrialOperation, target: int, tests_staleness: bool
+    ) -> tuple[OperationResult, Cause | None]:
         operation.run(operation.small_bytes)  # opens connections and faults in pages
         idle_s = _median(lambda: operation.run(operation.small_bytes), self._budget.idle_s)
         busy_s, one_sided, is_valid = self._while_busy(operation, target, idle_s)
         gb_per_s = self._bandwidth(operation) if operation.grows else operation.small_bytes / idle_s / 1e9
-        return idle_s, busy_s, gb_per_s, one_sided, is_valid, operation.is_correct()
+        is_correct = operation.is_correct()
+        num_reads, num_fresh = self._read_new_values(operation, target) if tests_staleness else (0, 0)
+        self._send_command(target, stop=True)
+        num_fresh_reads = num_fresh if num_reads else None
+        if not is_correct or num_fresh < num_reads:
+            return OperationResult(num_fresh_reads=num_fresh_reads), Cause.STALE if is_correct else Cause.WRONG
+        result = OperationResult(one_sided if is_valid else None, idle_s, busy_s, gb_per_s, num_fresh_reads)
+        return result, None if is_valid else Cause.INCONCLUSIVE
 
     def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
         """Measure small operations while the target computes.
@@ -245,7 +240,7 @@ class Trials:
         return num_reads, num_fresh
 
     def _exchange_value(self, target: int, num_bytes: int, value: int, *, check: bool) -> bool:
-        """Command the target to write a value, or to check and clear it, and return the result of its check."""
+        """Let the target write a value, or check and clear it, and return the result of its check."""
         command = np.array([0.0, False, num_bytes, value, check])
         self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
         self._world.wait(self._comm.Irecv(command, target), "waiting for a value of a probe")
@@ -253,7 +248,7 @@ class Trials:
         return bool(command[4])
 
     def _start_busy(self, target: int, busy_s: float) -> None:
-        """Command the target to compute, and wait until it has probably received the command and left MPI."""
+        """Let the target compute, and wait until it has probably received the command and left MPI."""
         end = time.perf_counter() + busy_s / 5
         # Not a synchronous send: with MPICH over TCP, it would only complete when the target is back in MPI.
         command = np.array([busy_s, False, 0, 0, False])
@@ -263,7 +258,7 @@ class Trials:
             time.sleep(SLEEP_S)
 
     def _send_command(self, target: int, *, stop: bool) -> None:
-        """Command the target to wait, or to stop. Returns when the target has entered MPI and received the command."""
+        """Let the target wait, or stop. Returns when the target has received the command."""
         self._world.wait(self._comm.Issend(np.array([0.0, stop, 0, 0, False]), target), "sending a command of a probe")
 
     def _run_target(self, origin: int) -> None:
@@ -283,7 +278,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times, and return the results."""
+    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:
@@ -306,5 +301,5 @@ def compute(seconds: float) -> None:
 
 
 def _median(function: Callable[[], object], budget_s: float) -> float:
-    """Return the median duration of a call in seconds, over at most `SMALL_RUNS` calls that start within `budget_s`."""
+    """Return the median duration in seconds of at most `SMALL_RUNS` calls that start within `budget_s`."""
     return statistics.median(repeat_for(budget_s, lambda: timed(function), SMALL_RUNS))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
@@ -73,14 +74,12 @@ class RewardModel:
 
         Raises `ValueError` if a prompt with its completion is too long or contains a token outside the vocabulary.
         """
-        rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
+        rows = [torch.tensor(self._encode(*each)) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))
         if self._max_length is not None and longest > self._max_length:
             raise ValueError(f"expected at most {self._max_length} tokens of prompt and completion, got {longest}")
-        tokens = torch.full((len(rows), longest), self._padding)
-        mask = torch.zeros_like(tokens)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+        tokens = pad_sequence(rows, True, self._padding)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True)
         vocab_size, top = self._model.get_input_embeddings().num_embeddings, int(tokens.max())
         if top >= vocab_size:
             raise ValueError(f"expected token ids below {vocab_size}, got {top} of the tokenizer in {self._location}")

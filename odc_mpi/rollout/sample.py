@@ -143,6 +143,7 @@ class _TokenSampler(LogitsProcessor):
         self._lengths = torch.zeros(count, dtype=torch.int64)
         self._stopped = torch.zeros(count, dtype=torch.bool)
         self._missing = [sampling.num_generations for _ in prompts]
+        self._truncation = _truncation(sampling)
         self._uniforms = np.empty((0, 0))
         if sampling.temperature:
             self._uniforms = np.stack(
@@ -203,7 +204,7 @@ class _TokenSampler(LogitsProcessor):
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
         if self._sampling.temperature:
             uniforms = torch.from_numpy(self._uniforms[rows.numpy(), self.num_sampled]).to(scores.device)
-            tokens = _inverse_cdf(_truncate_distribution(probabilities, self._sampling), uniforms)
+            tokens = _inverse_cdf(self._truncation(None, logps.double()).exp(), uniforms)
         else:
             tokens = logps.argmax(-1)
         return tokens.cpu(), logps.gather(1, tokens[:, None])[:, 0].cpu(), entropies.cpu()
@@ -222,16 +223,14 @@ class _TokenSampler(LogitsProcessor):
             self._on_prompt_done(group, PromptCompletions(tokens, logps, stopped, sum(self._entropy[rows].tolist())))
 
 
-def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplingParams) -> torch.Tensor:
-    """Return the probabilities in float64, with 0 for the tokens that top_k and top_p exclude."""
-    truncated = probabilities.double()
-    if 0 < sampling.top_k < truncated.shape[1]:
-        truncated = truncated.masked_fill(truncated < truncated.topk(sampling.top_k).values[:, -1:], 0.0)
+def _truncation(sampling: RolloutSamplingParams) -> Callable[..., torch.Tensor]:
+    """Return a logits processor that excludes tokens according to `top_k` and `top_p`."""
+    warpers = LogitsProcessorList()
+    if sampling.top_k:
+        warpers.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        ordered, indices = truncated.sort(-1, descending=True)
-        before = (ordered.cumsum(-1) - ordered) / ordered.sum(-1, keepdim=True)
-        truncated = torch.zeros_like(truncated).scatter(1, indices, ordered.masked_fill(before >= sampling.top_p, 0.0))
-    return truncated
+        warpers.append(transformers.TopPLogitsWarper(sampling.top_p))
+    return warpers
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

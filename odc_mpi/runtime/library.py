@@ -13,8 +13,6 @@ import re
 
 from mpi4py import MPI
 
-_THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-
 
 def library_name(version: str) -> str:
     """Shorten the result of MPI_Get_library_version, such as to "Open MPI v5.0.11"."""
@@ -39,8 +37,8 @@ def memory_model(win: MPI.Win) -> str:
 
 def thread_level() -> str:
     """Return the name of the thread level that MPI granted, such as "MPI_THREAD_MULTIPLE"."""
-    level = MPI.Query_thread()
-    return next(f"MPI_THREAD_{name}" for name in _THREAD_LEVELS if getattr(MPI, f"THREAD_{name}") == level)
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    return next(f"MPI_THREAD_{name}" for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
 
 
 def has_thread_multiple() -> bool:

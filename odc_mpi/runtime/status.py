@@ -18,7 +18,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
@@ -192,7 +191,8 @@ class StatusWindow:
         self._win.Sync()
         self._reader = PageReader(self._start_reading)
         # Read in a separate thread: an MPI call for a dead host may not return.
-        self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
+        self._readings: queue.SimpleQueue[tuple[dict[int, Status | None], float, threading.Event] | None]
+        self._readings = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="odc_mpi-status", daemon=True)
         # Otherwise only the thread that waits could call MPI at that moment, and no page can be read.
         if has_thread_multiple():
@@ -210,11 +210,11 @@ class StatusWindow:
         """
         status: dict[int, Status | None] = dict.fromkeys(ranks)
         limit_s = READ_GRACE_S * -(-len(status) // MAX_REQUESTS)
-        reading = _Reading(status, time.monotonic() + limit_s)
+        is_done = threading.Event()
         if self._thread.is_alive():
-            self._readings.put(reading)
-            reading.is_done.wait(limit_s + 0.5)
-        return dict(reading.status)
+            self._readings.put((status, time.monotonic() + limit_s, is_done))
+            is_done.wait(limit_s + 0.5)
+        return dict(status)
 
     def free(self) -> None:
         """Free the window and detach `page`. Collective. Idempotent."""
@@ -240,8 +240,9 @@ class StatusWindow:
             if reading is None:
                 return
             self.prepare()
-            self._reader.read(reading.status, reading.deadline)
-            reading.is_done.set()
+            status, deadline, is_done = reading
+            self._reader.read(status, deadline)
+            is_done.set()
 
     def _poll(self) -> None:
         """Make MPI progress. Without one-sided hardware, ranks on other hosts can read the page only then."""
@@ -252,12 +253,3 @@ class StatusWindow:
     def _start_reading(self, page: np.ndarray, rank: int) -> MPI.Request:
         assert self._win is not None
         return self._win.Rget([page, MPI.BYTE], rank, (0, PAGE_BYTES, MPI.BYTE))
-
-
-@dataclass
-class _Reading:
-    """Request for the background thread to read the status of the ranks that are keys of `status`."""
-
-    status: dict[int, Status | None]
-    deadline: float  # of the monotonic clock
-    is_done: threading.Event = field(default_factory=threading.Event)

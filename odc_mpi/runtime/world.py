@@ -41,16 +41,16 @@ class World(AbstractContextManager["World"]):
 
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
-    An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job
-    after the traceback has been printed. Exceptions in other threads are only printed.
+    An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job.
+    Exceptions in other threads are only printed.
 
     Args:
-        comm: Communicator to duplicate. By default, MPI_COMM_WORLD, which contains all ranks of the job.
+        comm: Communicator to duplicate, by default MPI_COMM_WORLD.
         timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job. The limit
             is up to ten times higher while the late ranks publish new activities. Ignored if `job` is given.
         limit: Name of the setting that defines `timeout_s`, for error messages.
-        job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new `Job` is
-            created, which ends when this world closes.
+        job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new one, which
+            ends when this world closes.
 
     Raises:
         UserError: `timeout_s` is less than 1, or the launcher and the MPI library are incompatible.
@@ -180,8 +180,8 @@ class World(AbstractContextManager["World"]):
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
         All ranks must enter the same operations in the same order. Ranks that have entered fewer of them are reported
-        as late. On entry, the ranks synchronize by polling; otherwise, a rank could spin in the operation on a core
-        that a late rank needs.
+        as late. On entry, the ranks synchronize by polling, because they would spin in the operation on cores that late
+        ranks need.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
@@ -240,10 +240,7 @@ class World(AbstractContextManager["World"]):
         )
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores per rank on this host, rounded down, but at least 1. Collective.
-
-        Only cores on which ranks of this world are allowed to run are counted.
-        """
+        """Return the number of cores on which ranks of this host may run, per rank, but at least 1. Collective."""
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
         cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == this_host))
@@ -271,7 +268,7 @@ class World(AbstractContextManager["World"]):
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if any node has too little memory for its ranks' windows. Collective.
 
-        The windows of this rank have `num_bytes` bytes in total. `what` describes them, such as "the work queue".
+        The windows of this rank, which `what` describes, have `num_bytes` bytes in total.
         """
         total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):

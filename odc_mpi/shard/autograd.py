@@ -71,18 +71,13 @@ class UnitForwards:
     """
 
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
-        self._unsharded = unsharded
+        self.unsharded = unsharded
         self._push = push
         # Number of nodes of each unit whose backward has not yet run, for the current version of the parameters.
         self._pending: Counter[Unit] = Counter()
         self._version = 0
         self._anchor = torch.zeros(0, requires_grad=True)
         self._current: dict[Unit, dict[tuple[bool, bool], dict[str, torch.Tensor]]] = {}
-
-    @property
-    def is_suspended(self) -> bool:
-        """True while `modules.materialized_parameters` is active, so that forward passes are not tracked."""
-        return self._unsharded.reshard_forbidden
 
     @contextmanager
     def run(self, unit: Unit, *, is_recomputation: bool = False) -> Iterator[None]:
@@ -105,7 +100,7 @@ class UnitForwards:
             else:
                 self._current[unit] = outer
         unit.check_unchanged()
-        self._unsharded.post_forward(unit)
+        self.unsharded.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
         """Return the full parameter `name` of a unit, fetching the unit first if necessary. One-sided."""
@@ -128,18 +123,18 @@ class UnitForwards:
         outputs = tuple(output.values()) if isinstance(output, Mapping) else output
         first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
         requires_grad = isinstance(first, torch.Tensor) and first.grad_fn is not None
-        if requires_grad and self._unsharded.tensors_stay_valid and not in_backward():
-            version = self._unsharded.parameter_version
+        if requires_grad and self.unsharded.tensors_stay_valid and not in_backward():
+            version = self.unsharded.parameter_version
 
             def on_backward(_: torch.Tensor) -> None:
-                self._unsharded.check_current(version)
-                self._unsharded.activity.update("backward of", unit.name)
+                self.unsharded.check_current(version)
+                self.unsharded.activity.update("backward of", unit.name)
 
             first.register_hook(on_backward)
 
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        self._unsharded.unshard(unit)
-        version = self._unsharded.parameter_version
+        self.unsharded.unshard(unit)
+        version = self.unsharded.parameter_version
         tensors = UnshardedParameters.apply(self._anchor, unit, names, partial(self._push_if_current, version))
         if self._version != version:
             self._pending.clear()
@@ -152,8 +147,8 @@ class UnitForwards:
     def _push_if_current(
         self, parameter_version: int, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        self._unsharded.check_current(parameter_version)
-        self._unsharded.activity.update("backward of", unit.name)
+        self.unsharded.check_current(parameter_version)
+        self.unsharded.activity.update("backward of", unit.name)
         self._pending[unit] -= 1
         self._push(unit, names, gradients, self._pending[unit] == 0)
 

@@ -23,7 +23,9 @@ from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.cache_budget import CacheBudget
-from odc_mpi.shard.gradient_format import GradientFormat
+from odc_mpi.shard.gradient_format.base import GradientFormat
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.gradient_format.floating_point import FloatGradients
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
@@ -54,25 +56,25 @@ class GradientPusher:
             not thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
+        gradient_format: Number format of the gradients, fixed-point if the store has an integer dtype.
         cache: Memory budget for local sums. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward pass is the last one in this minibatch. Set by the model.
         parameters_with_gradient: Names of the parameters that have received a gradient since `start`.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        prefetch: int,
-        spans: SpanRecorder,
-        traffic: TrafficCounter,
-        gradient_format: GradientFormat,
-    ) -> None:
+    def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter) -> None:
         self.cache = CacheBudget()
         self._store, self._exchange = transport.gradients, transport.exchange
         # Arrays that this rank has finished (`IslandExchange.finish`), and the handles for these calls.
         self._finished: set[int] = set()
         self._finishing: list[Work] = []
-        self._gradient_format, self._spans, self._traffic = gradient_format, spans, traffic
+        layouts, dtype = transport.parameters.layouts, self._store.dtype
+        self.gradient_format: GradientFormat = (
+            FloatGradients(dtype)
+            if dtype.is_floating_point
+            else FixedPointGradients({i: layout.numel for i, layout in enumerate(layouts) if layout.trainable})
+        )
+        self._spans, self._traffic = spans, traffic
         prefetch = prefetch if transport.thread_safe else 0
         self._thread = CommunicationThread("odc_mpi-push") if prefetch else None
         self._max_in_flight = num_push_buffers(prefetch) - 1
@@ -87,7 +89,7 @@ class GradientPusher:
         """Start a minibatch, in which `push` may be called until `finish`."""
         self._open = True
         self.is_last_backward = False
-        self._gradient_format.start()
+        self.gradient_format.start()
         self.parameters_with_gradient = set()
         self._finished.clear()
         self._finishing.clear()
@@ -126,7 +128,7 @@ class GradientPusher:
             if accumulated is None:
                 self._start_push(index, self._write_flat(index, segments, start, stop), start)
                 continue
-            self._gradient_format.accumulate(index, segments, accumulated.flat)
+            self.gradient_format.accumulate(index, segments, accumulated.flat)
             accumulated.start, accumulated.stop = min(accumulated.start, start), max(accumulated.stop, stop)
             if self.is_last_backward:
                 self._push_accumulated(index)
@@ -170,7 +172,7 @@ class GradientPusher:
         self._wait(self._max_in_flight)  # a push in flight may take up additional memory, such as pinned memory
         accumulated = self._accumulated.pop(index)
         flat = accumulated.flat[accumulated.start : accumulated.stop]
-        self._gradient_format.note_push(index, flat)
+        self.gradient_format.note_push(index, flat)
         if self._store.is_local:
             return
         self._start_push(index, flat, accumulated.start)
@@ -178,7 +180,7 @@ class GradientPusher:
     def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
         self._wait(self._max_in_flight)
         flat = self.buffers.acquire(stop - first, self._store.dtype)
-        self._gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)
+        self.gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)
         return flat
 
     def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:

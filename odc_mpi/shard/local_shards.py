@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout, Slice
 from odc_mpi.comm.transport import Group, Transport
-from odc_mpi.shard.gradient_format import GradientFormat
+from odc_mpi.shard.gradient_format.base import GradientFormat
 from odc_mpi.shard.partition import UnitParameters
 
 

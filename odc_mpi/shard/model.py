@@ -10,7 +10,7 @@ Construction, forward and backward, `unsharded`, `state_dict`, `close` and setti
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
-from odc_mpi.shard.gradient_format import FixedPointGradients, make_gradient_format
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
@@ -36,7 +35,7 @@ from odc_mpi.shard.modules import (
 )
 from odc_mpi.shard.optim import clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
-from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases, Usage
+from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, Usage
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
 
 
@@ -60,8 +59,9 @@ class ShardedModel:
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
         spans: Recorder for the time that this rank spends on communication and other activities.
-        usage: Time and memory that this rank has used so far.
+        usage: Time, memory and collectives that this rank has used so far.
         traffic: Counter for the bytes that this rank fetches and pushes.
+        gradient_format: Number format of the gradients.
         replica_norms: Gradient norms of the last minibatch; see `clip_grad_norm_`.
     """
 
@@ -88,7 +88,7 @@ class ShardedModel:
         self.module, self._transport = module, transport
         self.device = transport.device
         self.spans = SpanRecorder()
-        self._phases = StepPhases()
+        self._phase = StepPhase.COMPLETE  # construction ends with the first `publish()`
         self.replica_norms: list[float] = []
         self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {}, transport.group.num_islands)
@@ -104,8 +104,8 @@ class ShardedModel:
         make_unsharded = UnshardedUnits if transport.one_sided else CollectivelyUnshardedUnits
         self._unsharded = make_unsharded(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._unsharded.close)
-        self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
-        self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic, self._gradient_format)
+        self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic)
+        self.gradient_format = self._pusher.gradient_format
         self._resources.callback(self._pusher.close)
         self.usage = Usage(transport, self.spans, self._pusher.buffers)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
@@ -179,7 +179,8 @@ class ShardedModel:
         """
         self._placeholders.check_frozen()
         self._unsharded.check_unchanged()
-        self._phases.advance(StepPhase.PUBLISHED, StepPhase.MINIBATCH, "minibatch()")
+        self._require_phase(StepPhase.PUBLISHED, "minibatch()")
+        self._phase = StepPhase.MINIBATCH
         self._pusher.start()
         self._unsharded.activity.start_minibatch()
         minibatch = MinibatchStats((*names, *TRAFFIC))
@@ -193,13 +194,13 @@ class ShardedModel:
         self._unsharded.activity.finish_minibatch()
         minibatch.local.update(zip(TRAFFIC, self.traffic.bytes_since_last_call(), strict=True))
         pushed = [name in self._pusher.parameters_with_gradient for name, _ in self.named_shard_parameters()]
-        report = minibatch.report(self._gradient_format.local_statistics(), pushed)
+        report = minibatch.report(self.gradient_format.local_statistics(), pushed)
         with self.spans.span("gradients_complete"):  # A in docs/ordering.md
             reports = self._transport.complete_gradients(report)
         minibatch.receive_reports(reports, self._transport.group.own_rows)
-        minibatch.finite = self._gradient_format.apply_global_statistics(minibatch.sums)
-        self._local_shards.attach_gradients(minibatch.pushed, self._gradient_format)
-        self._phases.phase = StepPhase.COMPLETE
+        minibatch.finite = self.gradient_format.apply_global_statistics(minibatch.sums)
+        self._local_shards.attach_gradients(minibatch.pushed, self.gradient_format)
+        self._phase = StepPhase.COMPLETE
 
     def set_is_last_backward(self) -> None:
         """Announce that the next backward pass is the last one in this minibatch. This call is optional.
@@ -249,10 +250,10 @@ class ShardedModel:
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
         self._unsharded.unshard_all(self.units)
-        plain = (
-            nullcontext() if gradients else materialized_parameters(self._names_by_module, self.units, self._unsharded)
-        )
-        with plain:
+        if gradients:
+            yield
+            return
+        with materialized_parameters(self._names_by_module, self.units, self._unsharded):
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
@@ -269,12 +270,12 @@ class ShardedModel:
         Returns the total norm before scaling. If it is not finite, the gradients are not scaled. If islands train
         separately, each clips by and returns its own norm, and `replica_norms` contains the norm of each island.
         """
-        self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
+        self._require_phase(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
-        squares = self._gradient_format.sum_of_squares(gradients)
+        squares = self.gradient_format.sum_of_squares(gradients)
         with self.spans.span("grad_norm"):  # N in docs/ordering.md
             totals = self._transport.group.norm(squares)
-        self.replica_norms = [self._gradient_format.norm(total) for total in totals]
+        self.replica_norms = [self.gradient_format.norm(total) for total in totals]
         norm = self.replica_norms[self._transport.group.replica]
         coefficient = clip_coefficient(norm, max_norm)
         if gradients and coefficient < 1.0:
@@ -286,16 +287,12 @@ class ShardedModel:
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
-        self._gradient_format.note_scaling(divisor)
-
-    @property
-    def fixed_point_gradients(self) -> FixedPointGradients | None:
-        """Number format of the gradients if they are summed as fixed-point numbers, otherwise None."""
-        return self._gradient_format if isinstance(self._gradient_format, FixedPointGradients) else None
+        self.gradient_format.note_scaling(divisor)
 
     def publish(self) -> None:
         """Make this rank's updated parameters visible to all ranks, and clear its gradients. Collective."""
-        self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
+        self._require_phase(StepPhase.COMPLETE, "publish()")
+        self._phase = StepPhase.PUBLISHED
         self._unsharded.invalidate()
         for unit in self.units:
             unit.invalidate()
@@ -319,7 +316,7 @@ class ShardedModel:
 
         The names are in the order of a backward pass, except that the root unit, "", comes last.
         """
-        bounds = self._gradient_format.bounds()
+        bounds = self.gradient_format.bounds()
         not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
         return [unit.name for unit in reversed(self.units) if not_finite & set(unit.indices)]
 
@@ -334,7 +331,8 @@ class ShardedModel:
 
         Call this between two minibatches. `values` are one tensor per slice, in the same order and shapes.
         """
-        self._phases.advance(StepPhase.PUBLISHED, StepPhase.COMPLETE, "overwrite_parameters()")
+        self._require_phase(StepPhase.PUBLISHED, "overwrite_parameters()")
+        self._phase = StepPhase.COMPLETE
         self._unsharded.reshard_all()
         self._transport.group.parameters_published()  # other ranks may still fetch
         for parameter, value in zip(self.shard_parameters(), values, strict=True):
@@ -343,13 +341,16 @@ class ShardedModel:
 
     def close(self) -> None:
         """Free the windows. Collective. Idempotent. The tensors from `shard_parameters()` keep their values."""
-        self._phases.phase = StepPhase.CLOSED
+        self._phase = StepPhase.CLOSED
         self._resources.close()
 
+    def _require_phase(self, expected: StepPhase, call: str) -> None:
+        if self._phase is not expected:
+            raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self._phase.value!r}")
+
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Check an optimizer before its step if it holds slices, placeholders, or parameters from before sharding."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(parameters)
         if not set(map(id, self.shard_parameters())).isdisjoint(map(id, parameters)):
             require_elementwise(optimizer)
-            self._phases.require(StepPhase.COMPLETE, "an optimizer's step")
+            self._require_phase(StepPhase.COMPLETE, "an optimizer's step")

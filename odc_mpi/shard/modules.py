@@ -149,8 +149,6 @@ def install_on_demand_parameters(
                 placeholders[name] = nn.Parameter(nan, requires_grad=original.requires_grad)
         items = {key: placeholders[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
-        if isinstance(submodule, nn.RNNBase):
-            _refresh_flat_weights(submodule)
     return Placeholders(placeholders, originals, names)
 
 
@@ -162,7 +160,7 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
     without the microseconds of Python that on-demand parameter lookups cost, which matters in decoding.
 
     All units together must fit into the cache, or be views that stay valid. In the enclosed code, units must not be
-    resharded, and forward passes are not tracked (`UnitForwards.is_suspended`). Nested calls have no effect.
+    resharded, and forward passes are not tracked. Nested calls have no effect.
     """
     if unsharded.reshard_forbidden:
         yield
@@ -217,7 +215,7 @@ def wrap_forward(
 
     @functools.wraps(forward)
     def outermost(*args: Any, **kwargs: Any) -> Any:
-        if forwards.is_suspended:
+        if forwards.unsharded.reshard_forbidden:
             return forward(*args, **kwargs)
         with saved.active():
             if checkpointing and not unit.is_root and torch.is_grad_enabled():
@@ -227,19 +225,3 @@ def wrap_forward(
             return tracked(count(), *args, **kwargs)
 
     module.forward = outermost
-
-
-def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Make an RNN look up its weights in each forward pass instead of keeping them in `_flat_weights`."""
-    forward = module.forward
-    module._flat_weights = []
-
-    @functools.wraps(forward)
-    def looked_up(*args: Any, **kwargs: Any) -> Any:
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            module._flat_weights = []
-
-    module.forward = looked_up

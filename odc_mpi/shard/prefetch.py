@@ -9,18 +9,17 @@ waiting for it. These threads are used only if several threads may call the tran
 units are prefetched only if fetches are one-sided and transfer data (`ParameterStore.access`).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from odc_mpi.comm.work import Work
+from odc_mpi.shard.units.unit import Unit
 
-K = TypeVar("K", bound=Hashable)
 
-
-class PrefetchPredictor(Generic[K]):
+class PrefetchPredictor:
     """Predictor for the order in which units are used.
 
     The next unit depends on the last two: layer 5 follows layer 4 in a forward pass, but layer 6 in a backward pass.
@@ -29,22 +28,22 @@ class PrefetchPredictor(Generic[K]):
     """
 
     def __init__(self) -> None:
-        self._following: dict[tuple[K | None, K | None], K] = {}
-        self._last_two: tuple[K | None, K | None] = (None, None)
+        self._following: dict[tuple[Unit | None, Unit | None], Unit] = {}
+        self._last_two: tuple[Unit | None, Unit | None] = (None, None)
 
     def reset_position(self) -> None:
         """Forget the last two units, but not the observed order. Call this method at the end of a minibatch."""
         self._last_two = (None, None)
 
-    def record(self, unit: K) -> None:
+    def record(self, unit: Unit) -> None:
         """Record the use of `unit`, which must differ from the unit in the previous call."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
-    def predict(self, count: int) -> list[K]:
+    def predict(self, count: int) -> list[Unit]:
         """Return the next `count` units to be used, or fewer if the order is not known. A unit may occur twice."""
         last_two = self._last_two
-        units: list[K] = []
+        units: list[Unit] = []
         while len(units) < count and last_two in self._following:
             units.append(self._following[last_two])
             last_two = last_two[1], units[-1]

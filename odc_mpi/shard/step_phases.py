@@ -142,20 +142,3 @@ class StepPhase(Enum):
     MINIBATCH = "inside a minibatch"
     COMPLETE = "gradients complete"
     CLOSED = "closed"
-
-
-class StepPhases:
-    """State machine for training steps, which rejects calls in the wrong phase."""
-
-    def __init__(self) -> None:
-        self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
-
-    def require(self, expected: StepPhase, call: str) -> None:
-        """Raise RuntimeError if the current phase is not `expected`. `call` names the rejected call in the message."""
-        if self.phase is not expected:
-            raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
-
-    def advance(self, expected: StepPhase, following: StepPhase, call: str) -> None:
-        """Enter the phase `following`. Raises RuntimeError if the current phase is not `expected`."""
-        self.require(expected, call)
-        self.phase = following

@@ -37,12 +37,11 @@ class SlurmJob:
 
     Attributes:
         mpi: Value of `srun --mpi`, as a bash expression.
-        choices: Options of sbatch that a site may require, as pairs of a name and a value. Names that are not in
-            `_CHOICES` are ignored.
+        choices: Options of sbatch that a site may require, as pairs of a name in `_CHOICES` and a value.
         arguments: Arguments for `odc-mpi train`, to which the script appends its own arguments.
-        stage: Directory on each node to which the data set is copied. If None, the job's environment variable STAGE
-            specifies the directory. If STAGE is not set either, nothing is copied.
-        data: Path of the data set to copy. If None, the job's environment variable DATA specifies the path.
+        stage: Directory on each node to which the data set is copied, by default $STAGE. If that is not set either,
+            nothing is copied.
+        data: Path of the data set to copy, by default $DATA.
     """
 
     nodes: int = 1
@@ -62,10 +61,9 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
     Args:
         headline: First line of the comment at the start of the script.
-        usage: Command line that submits the script, also shown in this comment.
+        usage: Command line that submits the script, also in this comment.
         array: Value of `sbatch --array`, or "" for a single job.
-        settings: Bash code that appends settings to the arguments of the script, for example different ones for each
-            job of an array. It should end with a line break, unless it is "".
+        settings: Bash code that appends settings to the arguments of the script, with a line break at its end.
     """
     texts = {
         **vars(job),
@@ -94,7 +92,7 @@ def submit(script: str) -> int:
 
 
 def _choices(chosen: dict[str, str]) -> str:
-    """Return script lines for the sbatch options in `_CHOICES`. Options that are not in `chosen` are commented out."""
+    """Return script lines for all options in `_CHOICES`. Those that are not in `chosen` are commented out."""
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     others = [(name, example) for name, example in _CHOICES.items() if name not in chosen]
     if others:

@@ -1,8 +1,4 @@
-"""Context parallelism: different ranks compute chunks of the longest sequences of a minibatch.
-
-This module decides whether a run splits sequences, computes how much memory this requires, and yields chunks as
-microbatches. See docs/scheduling.md.
-"""
+"""Context parallelism: ranks compute chunks of the longest sequences of a minibatch. See docs/scheduling.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,42 +18,27 @@ from odc_mpi.models.context_parallel_check import attention_shape
 from odc_mpi.training.settings import Config
 
 
-@dataclass(frozen=True)
-class ContextParallelSetup:
-    """Decision on whether a run splits sequences and, if so, the `sizes` of the buffers for keys and values.
+def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> KVSizes | str | None:
+    """Return the sizes of the buffers for keys and values, or the reason why a run on `size` ranks splits no sequence.
 
-    Otherwise, `sizes` is None, and `reason` is the reason to print, or None if `data.context_parallel` is off.
+    The result is None if `data.context_parallel` is off. `meta_model` must not have adapters yet.
     """
-
-    sizes: KVSizes | None = None
-    reason: str | None = None
-
-    def startup_lines(self) -> dict[str, str]:
-        """Return the start-up line as `{name: text}`, or an empty dictionary if `data.context_parallel` is off."""
-        if self.sizes is None:
-            return {"cp": f"off: {self.reason}"} if self.reason else {}
-        memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for keys and values"
-        return {"cp": f"on for sequences too long for an even share of the work; {memory}"}
-
-
-def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
-    """Decide whether a run on `size` ranks splits sequences. `meta_model` must not have adapters yet."""
     if config.data.context_parallel == "off":
-        return ContextParallelSetup()
+        return None
     if size == 1:
-        return ContextParallelSetup(reason="context parallelism needs at least 2 ranks")
+        return "context parallelism needs at least 2 ranks"
     if not meta_model.packing.packs:
-        return ContextParallelSetup(reason=f"the model does not pack: {meta_model.packing.unpacked_reason}")
+        return f"the model does not pack: {meta_model.packing.unpacked_reason}"
     longest = int(dataset.lengths.max())
     try:
         shape = attention_shape(meta_model.module, longest)
     except ContextParallelUnsupportedError as error:
-        return ContextParallelSetup(reason=f"{type(meta_model.module).__name__} does not support it: {error}")
+        return f"{type(meta_model.module).__name__} does not support it: {error}"
     # With adapters, which are float32, a layer may compute in float32.
     narrow = config.model.param_dtype == "bfloat16" and config.lora.r is None
     token_bytes = shape.token_numel * (2 if narrow else 4)
     max_chunk_tokens = min(longest, config.data.max_tokens_per_microbatch)
-    return ContextParallelSetup(KVSizes(shape.num_layers, token_bytes, max_chunk_tokens, longest - 1))
+    return KVSizes(shape.num_layers, token_bytes, max_chunk_tokens, longest - 1)
 
 
 def validate_context_parallel(config: Config) -> None:
@@ -87,8 +68,7 @@ class ChunkMicrobatches:
         """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
         The caller must run the forward and backward passes of a chunk before requesting the next one. All ranks must
-        call this method for every minibatch in the same order, because they identify a split sequence by its number in
-        the run.
+        pass the same minibatches, because they identify a split sequence by its number in the run.
         """
         first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
         for turn, split in enumerate(minibatch.plan.splits, first):

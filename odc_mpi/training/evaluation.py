@@ -1,10 +1,8 @@
 """Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics for held-out pairs.
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
-microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results.
-
-All loss tokens have the same weight. (The `Trainer` of transformers weights the mean loss of each batch by its number
-of sequences, so its result differs if the sequences have different lengths.)
+microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results. All
+loss tokens have the same weight, unlike in the `Trainer` of transformers, which weights the sequences of a batch alike.
 """
 
 import itertools
@@ -76,14 +74,11 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class ForwardPass:
-    """Runs forward passes over sequences of a data set. Ranks claim the microbatches. Construction is collective.
-
-    Attributes:
-        eval_indices: Indices of the sequences that an evaluation uses, int64 `[n]`.
-    """
+    """Runs forward passes over sequences of a data set. Ranks claim the microbatches. Construction is collective."""
 
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
+        #: Indices of the sequences that an evaluation uses, int64 `[n]`.
         self.eval_indices = np.arange(len(dataset))[: config.data.eval_sequences or None]
         self._world, self._model = world, model
         # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
@@ -102,9 +97,8 @@ class ForwardPass:
         return self._placeholders.apply(minibatch)
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
-        """Call `score` on each microbatch, and return the results of all ranks in no particular order. Collective.
+        """Call `score` on each microbatch, without gradients, and return the results of all ranks. Collective.
 
-        The model is in evaluation mode, and no gradients are computed. Ranks wait for each other only at the end.
         Raises `DamageFoundError` on every rank if any rank could not read a sequence.
         """
         results, training = [], self._model.module.training
@@ -166,11 +160,7 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)
         names = ("loss", *self._scorer.statistics)
-        metrics = {
-            name: EXTREMES[name][0](column) if name in EXTREMES else fmean(column)
-            for name, column in zip(names, columns, strict=True)
-        }
-        return {f"eval_{name}": value for name, value in {**metrics, **self._scorer.derived_metrics(metrics)}.items()}
+        return {f"eval_{name}": EXTREMES.get(name, fmean)(column) for name, column in zip(names, columns, strict=True)}
 
     def _score(self, microbatch: Microbatch) -> list[list[float]]:
         """Return the index, the loss and the statistics of each pair."""

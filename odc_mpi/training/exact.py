@@ -1,8 +1,7 @@
 """Exact runs (`run.exact`), whose results are bitwise identical on any number of ranks. See docs/exact.md.
 
-This module has the settings that they require, the exponents of their gradients, and their numerics fingerprint: the
-processor, torch, threads and environment variables that affect the last bits of results. An exact run stores its
-fingerprint in summary.json and in checkpoints, under the key `arithmetic`.
+An exact run stores its numerics fingerprint in summary.json and in checkpoints, under the key `arithmetic`: the
+processor, torch, threads and environment variables that affect the last bits of results.
 """
 
 import math
@@ -81,16 +80,13 @@ def deterministic_algorithms(config: Config) -> Iterator[None]:
 
 
 class ExponentCallback(Callback):
-    """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
-
-    Until `Update` divides the gradients by `loss_normalizer`, they are larger than those of a mean loss by up to this
-    factor. The constructor therefore lowers the exponents by the base-2 logarithm of `loss_normalizer`, rounded up.
-    """
+    """Saves and restores the exponents of fixed-point gradients, and reports their rounding error."""
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
 
     def __init__(self, gradient_format: FixedPointGradients, loss_normalizer: float = 1.0) -> None:
         self._gradient_format = gradient_format
+        # Until `Update` divides the gradients by this factor, they may be larger than those of a mean loss.
         shift = math.ceil(math.log2(loss_normalizer))
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
@@ -118,9 +114,8 @@ class ExponentCallback(Callback):
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    Different processors cause only a warning; any other difference between ranks raises `AllRanksUserError`. If the run
-    resumes from its own checkpoint, the fingerprint is also compared with the one stored there, if any: a different
-    `run.threads` raises `AllRanksUserError`, and any other difference causes only a warning.
+    A difference between ranks raises `AllRanksUserError`, or a warning if it is the processor. The fingerprint is also
+    compared with that in this run's checkpoint: only a different `run.threads` raises `AllRanksUserError`.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)

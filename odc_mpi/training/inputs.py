@@ -1,6 +1,6 @@
 """Inputs of a run (data sets, model and loader), which are opened and checked without communication."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from odc_mpi.checkpoint.side_files import read_tokenizer_files
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
+from odc_mpi.comm.context_parallel.kv_windows import KVSizes
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
@@ -19,7 +20,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, set_padding
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
-from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
+from odc_mpi.training.context_parallel import plan_context_parallel, validate_context_parallel
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
@@ -37,7 +38,7 @@ class Inputs:
     model: models.MetaModel
     loader: Loader | PromptLoader
     evaluation: TrainingData | None = None
-    context_parallel: ContextParallelSetup = field(default_factory=ContextParallelSetup)
+    context_parallel: KVSizes | str | None = None  # see `plan_context_parallel`
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
@@ -68,8 +69,12 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
     validate_context_parallel(config)
     objective = config.run.objective
     meta_model = build_model(config.model, config.run.seed, rank, size, REWARD if objective == "reward" else CAUSAL_LM)
-    if objective in ("grpo", "reward"):
-        _refuse_routers(objective, meta_model)
+    has_router_loss = getattr(meta_model.module.config.get_text_config(), "output_router_logits", False)
+    if has_router_loss and objective in ("grpo", "reward"):
+        raise UserError(
+            f"run.objective: {objective} has no loss of routers, but the model has output_router_logits: set "
+            "model.config.output_router_logits to false"
+        )
     if objective == "grpo":
         return _open_prompts(config, _with_adapters(meta_model, config), rank)
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
@@ -86,7 +91,7 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
         rank=rank,
         size=size,
         cost=initial_cost_model(config.data, meta_model),
-        context_parallel=context_parallel.sizes is not None,
+        context_parallel=isinstance(context_parallel, KVSizes),
         exact=config.run.exact,
         packs=meta_model.packing.packs,
         num_islands=num_islands,
@@ -135,14 +140,6 @@ def _validate_prompts(
     return prompts
 
 
-def _refuse_routers(objective: str, meta_model: models.MetaModel) -> None:
-    if getattr(meta_model.module.config.get_text_config(), "output_router_logits", False):
-        raise UserError(
-            f"run.objective: {objective} has no loss of routers, but the model has output_router_logits: set "
-            "model.config.output_router_logits to false"
-        )
-
-
 def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
     """Return the tokenizer's padding token or end-of-sequence token, as TRL does, or else the model's padding token."""
     files = tokenizer_files(Path(dataset.path))
@@ -189,7 +186,7 @@ def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> Cost
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return a cost model in FLOPs: 6 per token for each trainable parameter, 4 for each frozen one, plus attention."""
+    """Return the FLOPs of a sequence: 6 per token and trainable parameter, 4 per frozen one, plus attention."""
     flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
     return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
 
@@ -245,16 +242,8 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
     # Imported late: peft takes a second.
     from odc_mpi.models.adapters import add_adapters
 
-    lora = config.lora
-    settings = {
-        "r": lora.r,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": lora.target_modules,
-        "modules_to_save": lora.modules_to_save,
-        "target_parameters": lora.target_parameters,
-        "layers_to_transform": lora.layers_to_transform,
-    }
+    names = {"alpha": "lora_alpha", "dropout": "lora_dropout"}  # in peft; the others are equal
+    settings = {names.get(name, name): value for name, value in vars(config.lora).items()}
     meta_model = add_adapters(meta_model, settings, config.run.seed, getattr(torch, config.model.param_dtype))
     if checkpoint := meta_model.checkpoint:
         require_model(checkpoint, meta_model.module)
@@ -266,10 +255,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
 def build_model(
     config: ModelConfig, seed: int, rank: int = 0, size: int = 1, task: Task = CAUSAL_LM
 ) -> models.MetaModel:
-    """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
-
-    For an adapter checkpoint, this is the base model, and each of the `size` ranks verifies a part of its weights.
-    """
+    """Build the model on the meta device, without its adapters. Each of the `size` ranks verifies a part of a base."""
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)
     assert config.config is not None, "config.load requires one of model.path and model.config"

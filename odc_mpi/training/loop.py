@@ -5,21 +5,24 @@
     Update            clips gradients and runs the optimizer
     Callback          anything else with hooks in the loop; the three classes above are callbacks, too
 
-A step runs the microbatches (one-sided), completes the gradients (collective), computes the gradient norm if gradients
-are clipped (collective), runs the optimizer, and publishes the parameters (collective). See docs/ordering.md.
+A step runs the microbatches (one-sided), completes the gradients, computes the gradient norm if they are clipped, runs
+the optimizer, and publishes the parameters (all collective). See docs/ordering.md.
 """
 
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
+from odc_mpi.observe.callback import Callback, MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.observe.microbatch_results import DeviceResults, MicrobatchResults
 from odc_mpi.shard import model as sharded
@@ -51,32 +54,59 @@ class MinibatchSource(Callback, ABC):
 class Objective(Callback, ABC):
     """Base class for training objectives, which compute the loss to minimize. Subclasses report the metric `loss`.
 
+    `gathered_names` names the loss, followed by the `statistics`. They are summed over the microbatches of a step, or
+    reduced by `extremes`. The sums are rounded, so that they do not depend on the order of the microbatches.
+
     Attributes:
-        loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
-            subclass can set it in `on_gathered`. Its initial value must be an upper bound on all later values.
+        extremes: Statistics of which the minimum (min) or the maximum (max) is reported instead of the sum.
+        max_summand: Bound for `round_for_exact_sum`: sums are exact as long as they are below 2**8 times this number.
+        loss_normalizer: Divisor of the summed gradients. `on_gathered` may lower it.
         statistics: Further values from the last microbatch, `[k]`, such as metrics, on the model's device. Set by
             `loss`. `on_microbatch_end` gets them as `MicrobatchResult.statistics`, so `loss` need not wait for a GPU.
     """
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
     summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
+    extremes: ClassVar[Mapping[str, Callable[[Iterable[float]], float]]] = {}
+    max_summand: ClassVar[float] = 2.0**16
     loss_normalizer: float = 1.0
     statistics: torch.Tensor = torch.empty(0)
 
     @abstractmethod
-    def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the scalar loss of a microbatch whose tensors are on the model's device. One-sided."""
+
+    @override
+    def on_step_begin(self, step: Step) -> None:
+        initial: dict[Any, float] = {min: math.inf, max: -math.inf}
+        self._values = {name: initial.get(self.extremes.get(name), 0.0) for name in self.gathered_names}
+
+    @override
+    def on_microbatch_end(self, result: MicrobatchResult) -> None:
+        for name, value in zip(self.gathered_names, (result.loss, *result.statistics), strict=True):
+            if reduce := self.extremes.get(name):
+                self._values[name] = reduce((self._values[name], value))
+            else:
+                self._values[name] += round_for_exact_sum(value, self.max_summand)
+
+    @override
+    def local_values(self) -> Sequence[float]:
+        return tuple(self._values.values())
+
+    def reduce(self, gathered: sharded.MinibatchStats) -> dict[str, float]:
+        """Return the loss and the statistics over the microbatches of all ranks, keyed by `gathered_names`."""
+        return {
+            name: self.extremes[name](gathered.per_rank(name).tolist()) if name in self.extremes else gathered.sum(name)
+            for name in self.gathered_names
+        }
 
 
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
     The attribute `callbacks` lists `objective`, `update` and `source`, followed by the argument `callbacks`. The list
-    can be extended until `start` is called. Hooks are called in the order of the list, except for `on_train_end`, which
-    is called in reverse order.
-
-    `clock` returns a time in seconds and is used to measure the durations of microbatches. It must not advance while
-    this rank waits for slower ranks. `completed_steps` is the number of steps completed before the run was resumed.
+    can be extended until `start` is called. Hooks are called in its order, except for `on_train_end`, which is called
+    in reverse order. `clock` returns a time in seconds that does not advance while this rank waits for slower ranks.
     """
 
     def __init__(
@@ -116,13 +146,10 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def start(self) -> None:
         """Call `on_train_begin` on all callbacks. Collective. Raises `ValueError` if their `gathered_names` overlap."""
-        callback_by_name: dict[str, Callback] = {}
         metrics: dict[str, Any] = {"step": self.completed_steps}
-        for callback in self.callbacks:
-            for name in callback.gathered_names:
-                if (other := callback_by_name.setdefault(name, callback)) is not callback:
-                    both = f"{type(other).__name__} and {type(callback).__name__}"
-                    raise ValueError(f"expected different gathered_names in all callbacks, got {name!r} of {both}")
+        names = Counter(name for callback in self.callbacks for name in callback.gathered_names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"expected different gathered_names in all callbacks, got {', '.join(twice)} twice")
         for callback in self.callbacks:
             callback.on_train_begin(self.completed_steps, metrics)
 
@@ -163,7 +190,7 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def _run(self, step: Step, microbatch: Microbatch) -> None:
         self._results.begin()
-        loss = self.objective.loss(self.model, step.minibatch, microbatch.to(self.model.device))
+        loss = self.objective.loss(step.minibatch, microbatch.to(self.model.device))
         loss.backward()
         statistics = self.objective.statistics.detach().to(loss.device, torch.float64)
         values = torch.cat([loss.detach().double()[None], statistics])

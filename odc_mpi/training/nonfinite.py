@@ -1,8 +1,7 @@
-"""Skipped steps: the number in a row after which a run ends, and a report on the first non-finite value.
+"""Report on a skipped step: the rank, sequence and unit of the first non-finite value.
 
-Because a skipped step does not change the parameters, a rank whose loss was not finite can repeat the forward pass of
-the microbatch after the step and check the output of each unit. The other ranks wait for the report. If all losses were
-finite, the unit is found from the gradients that each rank pushed.
+A skipped step does not change the parameters, so a rank whose loss was not finite repeats the forward pass of the
+microbatch and checks the output of each unit. If all losses were finite, the pushed gradients show the unit.
 """
 
 import json
@@ -22,41 +21,27 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.rundir.records import ANOMALY
-
-
-class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` skipped steps in a row. A resumed run takes the count from `metadata`."""
-
-    def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
-        self._max_skipped_steps = max_skipped_steps
-        self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the current number of consecutive skipped steps, as the entry `skipped_in_a_row`."""
-        return {"skipped_in_a_row": self._num_consecutive}
-
-    def on_step_end(self, step: Step) -> None:
-        """Count consecutive skipped steps. Raises `TrainingError` on every rank after `max_skipped_steps` of them."""
-        self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
-        if self._num_consecutive >= self._max_skipped_steps:
-            raise TrainingError(
-                f"step {step.number}: the gradient was not finite in {self._num_consecutive} steps in a row, which is "
-                "run.max_skipped_steps: lower optim.learning_rate or check the data"
-            )
+from odc_mpi.training.settings import RunConfig
 
 
 class NonFiniteReport(Callback):
     """Reports the origin of a non-finite gradient after each skipped step: rank, sequences and unit, if known.
 
-    With `detect_anomaly`, the run also ends after the report. The origin, and the inputs of the microbatches in which
-    the value may have arisen, are then written to anomaly.json in `run_dir`.
+    With `run.detect_anomaly`, the run ends there, and the origin and its inputs are written to anomaly.json. Otherwise,
+    it ends after `run.max_skipped_steps` skipped steps in a row. A resumed run takes their number from `metadata`.
     """
 
     def __init__(
-        self, world: World, model: ShardedModel, objective: Objective, run_dir: Path, *, detect_anomaly: bool
+        self,
+        run: RunConfig,
+        world: World,
+        model: ShardedModel,
+        objective: Objective,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
+        self._run, self._path = run, Path(run.dir) / ANOMALY
         self._world, self._model, self._objective = world, model, objective
-        self._run_dir, self._detect_anomaly = run_dir, detect_anomaly
+        self._num_skipped: int = metadata["skipped_in_a_row"] if metadata else 0
         self._results: list[MicrobatchResult] = []
 
     def on_step_begin(self, step: Step) -> None:
@@ -68,19 +53,29 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """If the step was skipped, warn or, with `detect_anomaly`, set `step.failure`. Collective in this case."""
-        if not step.metrics["skipped"]:
+        """Report a skipped step. Collective in this case. Raises `TrainingError` after too many in a row."""
+        self._num_skipped = self._num_skipped + 1 if step.metrics["skipped"] else 0
+        if not self._num_skipped:
             return
         gathered = self._world.gather_objects(self._locate(step))
         found = next(filter(None, gathered), {"text": "all ranks: only the sum of their gradients"})
         text = f"step {step.number}: the gradient is not finite, first found on {found.pop('text')}"
         if self._world.rank == 0:
-            if self._detect_anomaly:
-                write_or_warn(self._run_dir / ANOMALY, json.dumps({"step": step.number, **found}) + "\n")
+            if self._run.detect_anomaly:
+                write_or_warn(self._path, json.dumps({"step": step.number, **found}) + "\n")
             else:
                 warn(f"WARNING: {text}; the step is skipped")
-        if self._detect_anomaly:
-            step.failure = TrainingError(f"{text} (run.detect_anomaly; see {self._run_dir / ANOMALY})")
+        if self._run.detect_anomaly:
+            step.failure = TrainingError(f"{text} (run.detect_anomaly; see {self._path})")
+        elif self._num_skipped >= self._run.max_skipped_steps:
+            raise TrainingError(
+                f"step {step.number}: the gradient was not finite in {self._num_skipped} steps in a row, which is "
+                "run.max_skipped_steps: lower optim.learning_rate or check the data"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the current number of consecutive skipped steps, as the entry `skipped_in_a_row`."""
+        return {"skipped_in_a_row": self._num_skipped}
 
     def _locate(self, step: Step) -> dict[str, Any] | None:
         """Return the origin of the first non-finite value on this rank, with its inputs, if any. One-sided."""
@@ -98,7 +93,7 @@ class NonFiniteReport(Callback):
         found, where = self._data([microbatch]), "loss"
         if not microbatch.is_chunk:  # the other chunks are on other ranks
             with torch.no_grad(), first_nonfinite(self._model) as first:
-                self._objective.loss(self._model, step.minibatch, microbatch.to(self._model.device))
+                self._objective.loss(step.minibatch, microbatch.to(self._model.device))
             if first:
                 found["unit"], where = first["unit"], f"output of unit {first['unit'] or '(root)'}"
                 position_ids = microbatch.inputs.get("position_ids")
@@ -130,9 +125,8 @@ def _name(found: dict[str, Any]) -> str:
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
     """Context manager that finds the first unit whose output is not finite in a forward pass. Yields a dictionary.
 
-    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" (the
-    root unit, which has the embeddings) if the input to a unit was already non-finite. `token` is the index of the
-    first non-finite token in the first row of that output or input, or None if it does not have three dimensions.
+    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" if
+    its input was already non-finite. `token` is the index of the first such token, or None if there is no such axis.
     """
     found: dict[str, Any] = {}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from odc_mpi.api import choose_device
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.errors import UserError, warn
+from odc_mpi.errors import UserError
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
@@ -24,9 +24,8 @@ def resolve_settings(
     """Resolve the settings that depend on the machine or on another run, and download missing models. Collective.
 
     All ranks call `check_stop`, which may be collective and raise an error, for each model and every half second during
-    a download. Returns the configuration, and remarks to print at start-up, keyed by setting. The configuration is
-    equal on all ranks, except for directories if nodes have different caches. Raises `AllRanksUserError` if a model is
-    not found, or if settings contradict the checkpoint in `model.path`.
+    a download. Returns the configuration, and remarks to print at start-up, keyed by setting. Raises
+    `AllRanksUserError` if a model is not found, or if settings contradict the checkpoint in `model.path`.
     """
     notes = {}
     given = config.model.path
@@ -34,37 +33,22 @@ def resolve_settings(
     path = config.model.path
     if path is not None:
         world.require_same(Path(path).name, "model.path")
-        newest = world.run_on_all(lambda: _newest_checkpoint(path) if world.rank == 0 else None)
-        checkpoint = world.gather_objects(newest)[0]
-        if checkpoint is not None:
-            config = replace(config, model=replace(config.model, path=checkpoint))
+        found = world.run_on_all(lambda: find_checkpoint(Path(path)) if world.rank == 0 else None)
+        newest = world.gather_objects(str(found.directory) if found else None)[0]
+        if newest is not None:
+            config = replace(config, model=replace(config.model, path=newest))
             config = world.run_on_all(partial(_continue_run, config))
         if config.model.path != given:
             notes["model.path"] = str(config.model.path)
     device: str = config.run.device
     if device == "auto":
-        needed_by = _needs_cpu(config)
-        device, reason = ("cpu", f"{needed_by} requires it") if needed_by else choose_device(world)
+        needs_cpu = config.run.exact and config.run.objective == "grpo"
+        device, reason = ("cpu", "run.exact requires it") if needs_cpu else choose_device(world)
         notes["run.device"] = f" (auto: {reason})"
     for name, value in (("model.param_dtype", config.model.param_dtype), ("optim.lr", config.optim.learning_rate)):
         if value == "auto":
             notes[name] = " (auto)"
-    config = with_device(config, device)
-    if world.rank == 0 and config.run.device == "cpu" and config.model.param_dtype == "bfloat16" and _lacks_bfloat16():
-        warn(
-            "WARNING: model.param_dtype bfloat16: this processor has no instructions for it (avx512_bf16, amx_bf16), "
-            "so training is several times slower than with float32"
-        )
-    return config, notes
-
-
-def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if the processor is known to lack bfloat16 arithmetic. On ARM, the feature is called bf16."""
-    try:
-        words = set(cpuinfo.read_text().split())
-    except OSError:
-        return False
-    return not words & {"avx512_bf16", "amx_bf16", "bf16"}
+    return with_device(config, device), notes
 
 
 def with_device(config: Config, device: str) -> Config:
@@ -83,11 +67,6 @@ def with_device(config: Config, device: str) -> Config:
         is_on = config.run.device == "cuda" and config.lora.r is None
         config = replace(config, model=replace(config.model, gradient_checkpointing=is_on))
     return config
-
-
-def _needs_cpu(config: Config) -> str | None:
-    """Return the name of a setting that does not support cuda, or None."""
-    return "run.exact" if config.run.exact and config.run.objective == "grpo" else None
 
 
 def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None]) -> Config:
@@ -111,11 +90,6 @@ def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None])
         ]
         config = replace(config, rl=replace(config.rl, reward_funcs=functions))
     return config
-
-
-def _newest_checkpoint(path: str) -> str | None:
-    checkpoint = find_checkpoint(Path(path))
-    return str(checkpoint.directory) if checkpoint else None
 
 
 def _continue_run(config: Config) -> Config:

@@ -10,12 +10,12 @@ The training loop calls the hooks of the callbacks in this order:
     Objective, Update, MinibatchSource          see `training.loop`
     StepTimeMetrics, TrafficReport              report times and bytes
     callbacks for islands                       report their waits, or synchronize those that train separately
-    callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the loader's cost model
+    LossEvaluator, or others for the objective  evaluate sequences, pairs or rewards
+    FitCostModel                                fits the loader's cost model
     ExponentCallback                            only with fixed-point gradients
-    LossEvaluator                               adds the evaluation to the metrics of the step
     ThroughputMetrics                           adds time, epoch, speed per rank and peak memory
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
-    NonFiniteReport, NonFiniteStepLimit         can end the run after the step is logged
+    NonFiniteReport                             can end the run after the step is logged
     StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
 """
 
@@ -33,7 +33,7 @@ import torch
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
-from odc_mpi.comm.context_parallel.kv_windows import KVWindows
+from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.device.device_memory import device_shard_bytes
 from odc_mpi.comm.islands.islands import Islands
@@ -52,6 +52,7 @@ from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
@@ -66,7 +67,7 @@ from odc_mpi.training.islands.build import (
 )
 from odc_mpi.training.islands.state import make_training_state
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
-from odc_mpi.training.nonfinite import NonFiniteReport, NonFiniteStepLimit
+from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
@@ -92,8 +93,8 @@ def train(
     """Train from the first step, or from a checkpoint, through the last step. Collective.
 
     `stop` is a handler of stop requests that is already active; by default, one is active during this call.
-    `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, which are
-    equal on all ranks except for times and `device`. If the run was already complete, the only entry is `steps`.
+    `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, or only
+    `steps` if the run was already complete. They are equal on all ranks except for times and `device`.
 
     Raises:
         AllRanksUserError: Settings, data and model do not match, or differ between ranks, or a file cannot be used.
@@ -130,7 +131,6 @@ def train(
         trainer.callbacks.insert(0, StartReport(world, start_times, trainer.model.spans))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
         tracker_callback = _build_tracker_callback(config, world)
-        trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
         outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
@@ -138,19 +138,22 @@ def train(
         # Last in the setup, because all errors must be raised before anything is written.
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
-        run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
+        run_dir = Path(config.run.dir)
         checkpointing = CheckpointCallback(
             config, world, trainer, metadata, stop, directory_lock, resume_point, outer_loop
         )
-        limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
-        report = NonFiniteReport(
-            world, trainer.model, trainer.objective, run_dir, detect_anomaly=config.run.detect_anomaly
+        resumed = resume_point.metadata if resume_point else None
+        report = NonFiniteReport(config.run, world, trainer.model, trainer.objective, resumed)
+        trace = TraceCallback(
+            world,
+            run_dir,
+            trainer.model.spans,
+            config.run.trace_steps,
+            config.data.max_tokens_per_microbatch,
+            trainer.model.num_islands,
         )
-        max_tokens = config.data.max_tokens_per_microbatch
-        num_islands = trainer.model.num_islands
-        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
-        trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens, num_islands)
-        trainer.callbacks += [trace, logger, tracker_callback, report, limit, stop, checkpointing]
+        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0)
+        trainer.callbacks += [trace, logger, tracker_callback, report, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
         if config.run.exact:
@@ -174,10 +177,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 
 def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:
-    """Choose how the ranks communicate, by calling `api.decide_for` with the settings of the run. Collective.
-
-    Without `model`, its size is not considered.
-    """
+    """Choose how the ranks communicate, considering the size of `model` if it is given. Collective."""
     comm = config.comm
     has_islands = config.islands.by != "off"
     return decide_for(
@@ -210,10 +210,9 @@ def build_trainer(
     check_stop: Callable[[], None] = lambda: None,
     islands: Islands | None = None,
 ) -> Trainer:
-    """Build the trainer of a run. If `resume_point` is given, restore its checkpoint and close it. Collective.
+    """Build the trainer of a run, and restore the checkpoint of `resume_point`, if given, and close it. Collective.
 
     `check_stop`, which may raise an error on all ranks, is called while a DPO run computes reference log-probabilities.
-    `islands` are those of `make_islands`, by default new ones.
     """
     islands = islands or make_islands(config, world)
     trains_apart = islands is not None and islands.mode == "outer"
@@ -222,10 +221,10 @@ def build_trainer(
     fused = True if config.run.exact else None
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
     windows: KVWindows | None = None
-    if inputs.context_parallel.sizes is not None:
+    if isinstance(inputs.context_parallel, KVSizes):
         in_place = decision.zero_copy.value == "on"
         device = find_device(config.run.device, world.host_rank)
-        windows = KVWindows(world, inputs.context_parallel.sizes, shared=in_place, device=device)
+        windows = KVWindows(world, inputs.context_parallel, shared=in_place, device=device)
 
     def clock() -> float:
         return perf_counter() - (windows.waited_s if windows else 0.0)
@@ -251,13 +250,15 @@ def build_trainer(
             callbacks += more_callbacks
         else:
             objective = SFTObjective(model.module)
+            if held_out := held_out_pass(config, world, model, inputs):
+                callbacks.append(LossEvaluator(config.run, model, held_out, TokenLogps(model.module)))
         if config.data.cost == "fitted":
             callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
     else:
         source, objective, more_callbacks = build_grpo(config, world, model, inputs, decision)
         callbacks += more_callbacks
-    if model.fixed_point_gradients is not None:
-        callbacks.append(ExponentCallback(model.fixed_point_gradients, objective.loss_normalizer))
+    if isinstance(model.gradient_format, FixedPointGradients):
+        callbacks.append(ExponentCallback(model.gradient_format, objective.loss_normalizer))
     update = Update(model, optimizer, config)
     completed_steps = resume_point.step if resume_point else 0
     trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)
@@ -340,13 +341,6 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
     except TrainingError:
         checkpointing.on_train_end()  # publish a checkpoint that is still being written
         raise
-
-
-def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
-    if config.run.objective != "sft":
-        return []
-    held_out = held_out_pass(config, world, model, inputs)
-    return [LossEvaluator(config.run, model, held_out, TokenLogps(model.module))] if held_out else []
 
 
 def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:

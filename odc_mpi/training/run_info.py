@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+from odc_mpi.comm.context_parallel.kv_windows import KVSizes
 from odc_mpi.formatting import truncate_text
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
@@ -17,6 +18,11 @@ def samples_per_step(config: Config) -> int:
     """Return the number of samples per step on all ranks together: sequences, pairs or, with GRPO, prompts."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
+
+
+def unit_of_samples(config: Config) -> str:
+    """Return the name of the samples in the data set, in the plural."""
+    return {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
 
 
 def steps_per_epoch(config: Config, num_samples: int) -> int:
@@ -35,11 +41,9 @@ def startup_lines(
 ) -> str:
     """Return the text to print before the first step. `notes` are the remarks from `resolve_settings`, by setting."""
     data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
-    unit, per_step = "sequences", f"{samples_per_step(config)} per step"
-    if config.run.objective in ("dpo", "reward"):
-        unit = "pairs"
+    per_step = f"{unit_of_samples(config)}, {samples_per_step(config)} per step"
     if config.run.objective == "grpo":
-        unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
+        per_step += f" with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
     num_epochs = config.run.steps / steps_per_epoch(config, len(inputs.dataset))
     num_trainable, num_parameters = numel(model, True), numel(model)
@@ -57,17 +61,20 @@ def startup_lines(
         **_islands_line(config, world, model),
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
-        "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
+        "data": f"{data.path}: {len(inputs.dataset):,} {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
         **inputs.model.packing.startup_lines(),
-        **inputs.context_parallel.startup_lines(),
+        **({"cp": _describe_context_parallel(inputs.context_parallel)} if inputs.context_parallel else {}),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
         f"{config.optim.lr_scheduler_type}",
         "comm": _describe_comm(world, model, decision),
         "caches": _describe_caches(config, model),
         "output": f"{config.run.dir}, {saved}",
     }
-    if config.lora.target_modules == "all-linear" and (names := _weights_without_adapters(config, inputs)):
-        lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
+    if config.lora.r is not None and config.lora.target_modules == "all-linear":
+        from odc_mpi.models.adapters import left_out  # imported late, as in `inputs`
+
+        if names := left_out(inputs.model.module):
+            lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
     usual = default_learning_rate(config)
     if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
         lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
@@ -97,12 +104,11 @@ def _islands_line(config: Config, world: World, model: ShardedModel) -> dict[str
     return {"islands": text}
 
 
-def _weights_without_adapters(config: Config, inputs: Inputs) -> list[str]:
-    if config.lora.r is None:
-        return []
-    from odc_mpi.models.adapters import left_out  # imported late, as in `inputs`
-
-    return left_out(inputs.model.module)
+def _describe_context_parallel(sizes: KVSizes | str) -> str:
+    if isinstance(sizes, str):
+        return f"off: {sizes}"
+    memory = f"{sizes.num_bytes / 2**20:,.1f} MiB per rank for keys and values"
+    return f"on for sequences too long for an even share of the work; {memory}"
 
 
 def _describe_comm(world: World, model: ShardedModel, decision: Decision) -> str:

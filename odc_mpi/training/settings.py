@@ -1,8 +1,7 @@
 """Settings of a training run: dataclasses with a help text for each field, and functions to read and write them.
 
 `load` reads a YAML file and ``--section.key value`` arguments into a checked `Config`, and `dump` writes it as YAML.
-Neither communicates: every rank reads the same file, so all ranks get the same `Config` or the same error. YAML is read
-by `odc_mpi.yaml_dialect`, which wraps PyYAML's safe loader so that errors are one line with source, setting and remedy.
+Neither communicates: every rank reads the same file, so all ranks get the same `Config` or the same error.
 """
 
 import functools
@@ -199,11 +198,10 @@ class Config:
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration from an optional YAML file and command-line arguments.
+    """Read and check a configuration from an optional YAML file and command-line arguments, which override it.
 
     The arguments have the form ``--section.key value`` or ``--section.key=value``. Names in `training.parsing.aliases`
-    are also accepted. Arguments override the file, and a later argument overrides an earlier one. The argument
-    ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config` and keeps its other keys.
+    are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`.
 
     Raises:
         UserError: The configuration is invalid. The message is one line that names the source and the setting.
@@ -287,11 +285,7 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate to use if `optim.learning_rate` is auto.
-
-    The values are the defaults of TRL, five to ten times as large with adapters. A new model also gets a larger
-    learning rate, but the user should choose one that suits the size of the model.
-    """
+    """Return the learning rate for `optim.learning_rate: auto`: TRL's defaults, or more with adapters."""
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
         return 1e-5 if has_adapters else 1e-6
@@ -321,7 +315,7 @@ def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
 
 
 def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
-    """Raise `UserError` if `key` is set to the path of a text file. The message has the command that converts it."""
+    """Raise `UserError` if `key` is the path of a text file. The message has the command that converts it."""
     path = Path(values.get(key) or "")
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if values.get("run.objective") != "grpo" and Path(name).suffix in _TEXT:

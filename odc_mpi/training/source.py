@@ -5,6 +5,7 @@ for the keys and values of a chunk. Instead, it continues with placeholder token
 the end of the minibatch, all of them discard the gradients, save the last complete step and raise the same error.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -35,7 +36,7 @@ class PlaceholderDataset:
     """View of a data set that returns placeholders for sequences that cannot be read.
 
     A placeholder has the length and the number of loss tokens of its sequence, but all its tokens are 0. `damage` is
-    the first read error on this rank, or None. The caller must call `raise_damage` before using any results.
+    the first read error, or None. The results are invalid if `raise_damage` raises an error.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -64,13 +65,10 @@ class PlaceholderDataset:
 
 
 class DatasetSource(MinibatchSource):
-    """Source of the minibatches that `loader` draws from a prepared data set. `close` closes the data set.
+    """Source of the minibatches that `loader` draws from a prepared data set, which `close` closes.
 
-    The plan of a minibatch assigns each microbatch to a rank or leaves it in a pool, from which idle ranks claim one
-    microbatch at a time with `tickets`. Plans that split sequences require `chunks`. Dropout depends on `seed`.
-
-    If a rank cannot read a sequence, `on_gathered` rewinds the loader to the start of the minibatch and raises
-    `DamageFoundError` on every rank.
+    Idle ranks claim microbatches that a plan has left in a pool, one at a time, with `tickets`. Plans that split
+    sequences require `chunks`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
     """
 
     gathered_names = ("damage",)
@@ -95,18 +93,13 @@ class DatasetSource(MinibatchSource):
         return self._placeholders.apply(next(self._loader))
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, chunks of split sequences first. One-sided if there are tickets or chunks.
-
-        Before each microbatch, torch's random number generator is seeded with a value that does not depend on the rank.
-        """
-        for microbatch, number in self._chunks.microbatches(minibatch) if self._chunks else ():
+        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or chunks."""
+        chunks = self._chunks.microbatches(minibatch) if self._chunks else ()
+        others = minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch
+        for microbatch, chunk in itertools.chain(chunks, ((each, 0) for each in others)):
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
-            chunk_number = (number,) if number else ()
+            chunk_number = (chunk,) if chunk else ()
             torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(microbatch.indices[0]), *chunk_number))
-            yield microbatch
-        for microbatch in minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch:
-            # Random numbers depend on the microbatch, not on the rank that runs it.
-            torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(microbatch.indices[0])))
             yield microbatch
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
@@ -120,7 +113,11 @@ class DatasetSource(MinibatchSource):
         return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets. One-sided. Raises `DamageFoundError` on all ranks (collective) if any had a read error."""
+        """Reset the tickets. One-sided.
+
+        If a rank could not read a sequence, rewinds the loader to the start of the minibatch and raises
+        `DamageFoundError` on all ranks. Collective in this case.
+        """
         if self._tickets:
             self._tickets.reset()
         if gathered.sum("damage"):
@@ -165,9 +162,8 @@ class FitCostModel(Callback):
             self._fitted.observe(self._lengths[result.microbatch.indices], result.busy_s)
 
     def local_values(self) -> list[float]:
-        """Return sums over the microbatches that this rank has recorded since the last call, as input to the fit."""
-        row: list[float] = self._fitted.report().tolist()
-        return row
+        """Return sums over the microbatches recorded since the last call."""
+        return self._fitted.report().tolist()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Fit the cost model to the times measured on all ranks, and pass the result to the loader."""

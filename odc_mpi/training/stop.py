@@ -30,8 +30,7 @@ class StopRequest(Callback):
     """Context manager that handles `SIGNALS`. The first signal sets `requested`; a later one ends this process.
 
     Signals within `REPEAT_S` seconds of the first are ignored. Outside the main thread, where Python does not allow
-    signal handlers, no signals are handled. As a callback, the object informs all ranks: if `requested` is True on any
-    rank, `requested_on_any_rank` becomes True on all ranks when the gradients of a step are complete.
+    signal handlers, no signals are handled. As a callback, the object sets `requested_on_any_rank` on all ranks.
     """
 
     gathered_names = ("stop",)

@@ -62,10 +62,9 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the settings select, with the peak learning rate.
+    """Build the optimizer that the settings select, for parameters or for this rank's shards of them.
 
-    `named_parameters` yields pairs of a name and a parameter, or this rank's shard of it. Parameters with fewer than
-    two dimensions in `shapes`, the unsharded shapes by name, have no weight decay. By default, only AdamW is `fused`.
+    Parameters with fewer than two dimensions in `shapes`, the unsharded shapes by name, have no weight decay.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

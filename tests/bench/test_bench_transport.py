@@ -7,17 +7,13 @@ from odc_mpi.report.bench_report import describe
 from odc_mpi.report.page import terminal
 
 
-def render_report(result):
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(terminal(describe(result)))
-    return capture.get()
-
-
 def test_the_tables_fit():
     made = result() | {"left_out": {"gloo_all_gather": "for ranks of one node only"}}
     del made["sizes"][0]["all_at_once"]["gloo_all_gather"]
-    output = render_report(made)
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal(describe(made)))
+    output = capture.get()
     assert "left out: gloo_all_gather, for ranks of one node only" in output
     assert "…" not in output
     assert max(len(line.rstrip()) for line in output.splitlines()) <= 80

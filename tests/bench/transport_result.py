@@ -13,27 +13,27 @@ SLOWNESS = {
 }
 
 
-def entry(name, size_bytes, slowness=SLOWNESS):
-    time_s, moves = slowness[name], name != "fetch_zero_copy"
+def entry(name, size_bytes):
+    time_s, moves = SLOWNESS[name], name != "fetch_zero_copy"
     speed = size_bytes / time_s / 1e9
-    gloo = slowness["gloo_reduce_scatter" if "push" in name or "reduce" in name else "gloo_all_gather"]
+    gloo = SLOWNESS["gloo_reduce_scatter" if "push" in name or "reduce" in name else "gloo_all_gather"]
     return {
         "seconds": {"low": time_s, "median": time_s, "high": time_s},
         "gb_per_s": {"low": speed * 0.9, "median": speed, "high": speed * 1.1} if moves else None,
-        "of_memcpy": slowness["memcpy"] / time_s if moves else None,
+        "of_memcpy": SLOWNESS["memcpy"] / time_s if moves else None,
         "of_gloo": gloo / time_s if moves and name != "memcpy" else None,
     }
 
 
-def result(sizes=(65536, 1 << 20, 10**10), slowness=SLOWNESS):
+def result():
     entries = [
         {
             "size_bytes": size,
             "num_units": 1,
             "crossing_bytes": size // 2,
-            "all_at_once": {name: entry(name, size, slowness) for name in slowness},
+            "all_at_once": {name: entry(name, size) for name in SLOWNESS},
         }
-        for size in sizes
+        for size in (65536, 1 << 20, 10**10)
     ]
     return {
         "benchmark": "transport",

@@ -9,16 +9,11 @@ import torch
 from checkpoint_helpers import VOCABULARY, assert_same, build, full_state, load, make_adamw, save, whole, write
 from local_transport import LocalGroup, LocalTransport
 from ranks import TIMEOUT_S, run_threads
-from safetensors.torch import load_file
-from test_export import FAMILIES, metadata
 
 from odc_mpi.checkpoint.commands import digest_line, show_lines, verify
-from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.manifest import shard_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
-from odc_mpi.models import build as models
-from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.islands.state import IslandTrainingState, own_prefix
 
@@ -241,19 +236,3 @@ def test_show_names_the_islands(saved):
     first, *lines = show_lines(saved(2)[0])
     assert "ranks 4, islands 2, optimizer AdamW" in first
     assert {"optimizer island/0/step: 2", "optimizer island/1/step: 3"} <= set(lines)
-
-
-def test_an_export_has_the_outer_parameters(tmp_path):
-    def work(job, transport, island):
-        meta_model = models.from_config({"model_type": "llama", **FAMILIES["llama"]}, seed=0)
-        model = ShardedModel(meta_model.module, transport, weights=meta_model.weights)
-        optimizer = make_adamw(model.shard_parameters())
-        outer = Outer(model, island, 2, SHARED)
-        write(tmp_path, job, job.size, model, optimizer, 2, metadata(model.module, tmp_path / "data.h5"), outer=outer)
-
-    run_islands(2, 1, work)
-    with Checkpoint(tmp_path / STEP) as checkpoint:
-        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint), "float32")
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in exported.items():
-        assert torch.equal(tensor.flatten(), values("model", name, 0, 0, tensor.numel())), name

@@ -48,12 +48,17 @@ class Place:
         _, output = process.communicate(timeout=30)
         return process.returncode, output
 
-    def wait_until_up(self):
-        """Wait for the stand-in that says so."""
+    def signal(self, *numbers, **env):
+        """Send signals to TRAIN as soon as a stand-in is up; return the exit code."""
+        process = self.start(TRAIN, **env)
         deadline = time.monotonic() + 20
         while not (self.path / "calls.up").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        for number in numbers:
+            process.send_signal(number)
+        process.communicate(timeout=30)
+        return process.returncode
 
     def calls(self, name):
         text = self.calls_path.read_text() if self.calls_path.exists() else ""
@@ -68,6 +73,7 @@ def place(tmp_path):
 TEMPLATES = templates()
 TRAIN = TEMPLATES["train"]
 STAGED = {"STAGE": "/local", "DATA": "data of mine.h5"}
+COPYING = 'touch "$CALLS.up"; exec sleep 30'
 REMOVED = "rm -f /local/12-data of mine.h5"
 
 
@@ -87,11 +93,7 @@ def test_a_stopped_job_queues_again(place, srun):
 
 def test_ranks_that_start_while_the_job_is_stopped_find_a_file(place):
     deaf = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
-    process = place.start(TRAIN, srun=deaf)
-    place.wait_until_up()
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == 75
+    assert place.signal(signal.SIGUSR1, srun=deaf) == 75
     assert place.calls("scontrol") == ["requeue 12"]
     assert not list(place.path.glob(".*stop*"))
 
@@ -103,21 +105,12 @@ def test_a_number_without_settings_does_not_train(place):
 
 
 def test_the_ranks_are_notified_once(place):
-    process = place.start(TRAIN, srun=UNTIL_TOLD)
-    place.wait_until_up()
-    for _ in range(2):
-        process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == 75
+    assert place.signal(signal.SIGUSR1, signal.SIGUSR1, srun=UNTIL_TOLD) == 75
     assert place.calls("scontrol") == ["requeue 12"]
 
 
 def test_a_signal_while_the_data_set_is_copied(place):
-    process = place.start(TRAIN, sbcast='touch "$CALLS.up"; exec sleep 30', **STAGED)
-    place.wait_until_up()
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == 75
+    assert place.signal(signal.SIGUSR1, sbcast=COPYING, **STAGED) == 75
     assert place.calls("scontrol") == ["requeue 12"]
     (call,) = place.calls("srun")
     assert call.endswith(REMOVED), "nothing is trained"
@@ -137,11 +130,7 @@ def test_a_run_that_fails_leaves_no_copy(place):
 
 
 def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
-    process = place.start(TRAIN, sbcast='touch "$CALLS.up"; exec sleep 30', **STAGED)
-    place.wait_until_up()
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 143
+    assert place.signal(signal.SIGTERM, sbcast=COPYING, **STAGED) == 143
     assert place.calls("srun")[-1].endswith(REMOVED)
     assert place.calls("scontrol") == []
 

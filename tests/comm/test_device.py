@@ -31,34 +31,6 @@ def test_an_event_belongs_to_memory_not_to_a_view_of_it():
     assert len(events) == 0
 
 
-def test_the_late_device_computes_when_it_is_waited_for():
-    device, done = LateDevice(), []
-    device.later(lambda: done.append(1))
-    event = device.record_event()
-    device.later(lambda: done.append(2))
-    assert done == []
-    event.synchronize()
-    event.synchronize()
-    assert done == [1]
-    device.record_event().synchronize()
-    assert done == [1, 2]
-
-
-def test_the_late_device_notices_haste():
-    device, shard, values = LateDevice(), torch.zeros(4), torch.ones(2)
-    event = device.add_segments(shard, [(1, values)])
-    values.zero_()
-    with pytest.raises(AssertionError, match="slot"):
-        event.synchronize()
-    assert not shard.any()
-    for hasty in ("source", "target"):
-        source, target = torch.ones(4), torch.zeros(4)
-        copy = device.copy(target, source, device.record_event())
-        (source if hasty == "source" else target).fill_(7)
-        with pytest.raises(AssertionError, match=hasty):
-            copy.synchronize()
-
-
 def test_a_machine_without_a_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("cpu", 0) is None

@@ -3,8 +3,7 @@ import random
 import pytest
 import torch
 
-from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec
-from odc_mpi.comm.shard_storage import ranges_by_owner
+from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec, ranges_by_owner
 
 SHAPES = [(), (1,), (0,), (3, 0), (31,), (32,), (33,), (5, 7), (2, 3, 4), (64, 3), (127,), (257,)]
 

@@ -98,21 +98,15 @@ def test_other_sockets_do_not_count():
         assert waited(arrivals, 0.05) >= 0.045
 
 
-def test_connections_are_left_as_they_are(ends):
-    near, _far, _ = ends
-    socket.setdefaulttimeout(5.0)
-    try:
-        arrivals = SocketWaiter()
-        assert waited(arrivals, 0.05) >= 0.045
-    finally:
-        socket.setdefaulttimeout(None)
-    assert os.get_blocking(near.fileno()) and not arrivals.has_sockets
-
-
-def test_without_a_list_of_files_it_sleeps(ends, tmp_path, monkeypatch):
-    _near, far, _ = ends
+@pytest.mark.parametrize("missing", ["permission", "list"])
+def test_without_a_list_of_files_it_sleeps(ends, tmp_path, monkeypatch, missing):
+    """Or with a default timeout, with which reading the list would change the connections."""
+    near, far, _ = ends
     far.sendall(b"x")
-    monkeypatch.setattr(module, "OPEN_FILES", tmp_path / "missing")
+    if missing == "list":
+        monkeypatch.setattr(module, "OPEN_FILES", tmp_path / "missing")
+    else:
+        monkeypatch.setattr(socket, "getdefaulttimeout", lambda: 5.0)
     arrivals = SocketWaiter()
     assert waited(arrivals, 0.05) >= 0.045
-    assert not arrivals.has_sockets
+    assert os.get_blocking(near.fileno()) and not arrivals.has_sockets

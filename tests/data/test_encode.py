@@ -56,12 +56,6 @@ def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
 
 
-def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
-    named = with_template(tokenizer, "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}")
-    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages .*surrogates"):
-        encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
-
-
 def test_arguments_that_json_does_not_have(tokenizer: Any) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": b""}}}]}
     with pytest.raises(InvalidRecordError, match=r"^here: expected arguments of tool calls in JSON, got .*bytes"):

@@ -54,25 +54,12 @@ def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_path
         options = PrepareOptions(tokenizer=tokenizer_path, max_length=300, bad_lines="skip")
         report = prepare(words, out, replace(options, num_proc=num_proc, eval_fraction=0.1, overlong="split"))
         assert report.num_split
-        assert report.num_proc == num_proc and report.num_bad_lines == 6
+        assert (report.num_proc, report.num_bad_lines, len(report.bad_lines)) == (num_proc, 6, 3)
         written.append((out.read_bytes(), eval_output_path(out).read_bytes()))
     assert written[0] == written[1]
     [chat, functions] = report.shares
     assert chat[1] + functions[1] == report.num_sequences + report.num_eval_sequences
     assert "loss tokens (" in report.describe() and f"{chats}: {chat[1]:,} sequences (" in report.describe()
-
-
-@pytest.mark.slow
-def test_the_first_bad_line_is_named_by_any_number_of_processes(
-    chats: Path, tokenizer_path: Path, tmp_path: Path
-) -> None:
-    messages = set()
-    for num_proc in (1, 2):
-        with pytest.raises(UserError) as caught:
-            prepare([str(chats)], tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_path, num_proc=num_proc))
-        messages.add(str(caught.value))
-    assert len(messages) == 1 and "chats.jsonl, line 1001: " in messages.pop()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_call_finds_the_result(

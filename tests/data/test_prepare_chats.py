@@ -77,6 +77,14 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     assert prepare([source], out, options).elapsed_s is not None, "another template"
 
 
+@pytest.mark.slow
+def test_worker_processes_use_the_other_template(source: str, template: Path, tmp_path: Path) -> None:
+    plain = prepare([source], tmp_path / "plain.h5", PrepareOptions(vocab_size=300)).path
+    options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=2)
+    report = prepare([source], tmp_path / "a.h5", options)
+    assert report.num_split_turns == 40 and load_tokenizer(report.path).chat_template == THINKING
+
+
 def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, template: Path, tmp_path: Path) -> None:
     template.write_text(THINKING.replace("'<think>\n\n'", "''").replace(".split('</think>')[-1]", ""))
     for split_turns, number in (("auto", 42), ("always", 82), ("never", 42)):

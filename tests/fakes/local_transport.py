@@ -2,16 +2,15 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, Transport
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage, Transport
 from odc_mpi.comm.work import FetchWork, Work
 
 
@@ -21,27 +20,19 @@ class LocalGroup:
 
     size: int
     timeout_s: float = 60.0
-    parameters: list[list[torch.Tensor]] = field(default_factory=list)
-    gradients: list[list[torch.Tensor]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self.lock = threading.Lock()
         self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
         self.board: list[Any] = [None] * self.size
-        self.parameters = [[] for _ in range(self.size)]
-        self.gradients = [[] for _ in range(self.size)]
+        self.parameters: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        self.gradients: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
 
 
 class LocalTransport(Transport, Group):
     """One of N ranks that live in the threads of one process.
 
     It is its own group, and its stores ask it for everything, so that what a test changes is in one place.
-
-    Args:
-        group: Shared by all ranks.
-        rank: This one.
-        param_dtype: As for any transport.
-        reduce_dtype: As for any transport.
     """
 
     access = Access.COPY
@@ -59,8 +50,10 @@ class LocalTransport(Transport, Group):
         self.world = self.island = self
         self.rank, self.size, self.node_ranks = rank, group.size, range(group.size)
         self.layouts: tuple[FlatLayout, ...] = ()
-        stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
-        super().__init__(self, *stores, [LocalShards(self)], thread_safe=self.thread_safe, one_sided=self.one_sided)
+        parameters = LocalParameters(self, group.parameters, param_dtype)
+        gradients = LocalGradients(self, group.gradients, reduce_dtype)
+        stores = [parameters, gradients]
+        super().__init__(self, *stores, stores, thread_safe=self.thread_safe, one_sided=self.one_sided)
 
     @property
     def buffers(self) -> Any:
@@ -112,9 +105,7 @@ class LocalTransport(Transport, Group):
             self._group.board[0] = tensor
         self._group.barrier.wait()
         if self.rank:
-            source = self._group.board[0]
-            assert isinstance(source, torch.Tensor)
-            tensor.copy_(source)
+            tensor.copy_(self._group.board[0])
         self._group.barrier.wait()
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
@@ -138,40 +129,35 @@ class LocalTransport(Transport, Group):
 
 
 class LocalShards(ShardStorage):
-    """One rank's shards, which the others see."""
+    """One rank's shards of one kind, which the others see."""
 
-    def __init__(self, transport: LocalTransport) -> None:
-        self._transport = transport
+    def __init__(self, transport: LocalTransport, shards: list[list[torch.Tensor]], dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._transport, self._shards = transport, shards
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
         self._transport.layouts = tuple(layouts)
         return 0
 
     def allocate(self) -> None:
-        group, transport = self._transport._group, self._transport
-        for shards, dtype in (
-            (group.parameters, transport.parameters.dtype),
-            (group.gradients, transport.gradients.dtype),
-        ):
-            shards[transport.rank] = [torch.zeros(layout.shard_numel, dtype=dtype) for layout in transport.layouts]
+        shards = [torch.zeros(layout.shard_numel, dtype=self.dtype) for layout in self._transport.layouts]
+        self._shards[self._transport.rank] = shards
 
     def free(self) -> None:
-        self._transport._group.parameters[self._transport.rank].clear()
-        self._transport._group.gradients[self._transport.rank].clear()
+        self._shards[self._transport.rank].clear()
+
+    def shard(self, index: int) -> torch.Tensor:
+        return self._shards[self._transport.rank][index]
 
 
-class LocalParameters(ParameterStore):
-    def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._transport = transport
-        self.access = transport.access
+class LocalParameters(LocalShards, ParameterStore):
+    @property
+    def access(self) -> Access:
+        return self._transport.access
 
     @property
     def layouts(self) -> Sequence[FlatLayout]:
         return self._transport.layouts
-
-    def shard(self, index: int) -> torch.Tensor:
-        return self._transport._group.parameters[self._transport.rank][index]
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         return self._transport.start_fetch(index, buffer)
@@ -183,13 +169,6 @@ class LocalParameters(ParameterStore):
         self._transport.release(fetched)
 
 
-class LocalGradients(GradientStore):
-    def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._transport = transport
-
-    def shard(self, index: int) -> torch.Tensor:
-        return self._transport._group.gradients[self._transport.rank][index]
-
+class LocalGradients(LocalShards, GradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         return self._transport.accumulate(index, gradient, start)

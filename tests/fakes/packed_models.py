@@ -1,9 +1,12 @@
-"""A small model as transformers has it, and the same weights as training has them."""
+"""A small model as transformers has it, and the same weights as training has them; initial values of models."""
 
 import torch
 from tiny_qwen2 import SIZES
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_mpi.generation.generate import prompt_seed
 from odc_mpi.models import attention
 
 SETTINGS = SIZES | {"vocab_size": 61, "max_position_embeddings": 40, "attention_dropout": 0.3}
@@ -20,3 +23,39 @@ def packed_model(auto_class=AutoModelForCausalLM, **changes):
     config = AutoConfig.for_model("qwen2", **(SETTINGS | changes), use_cache=False)
     torch.manual_seed(0)
     return auto_class.from_config(config, attn_implementation=attention.IMPLEMENTATIONS["sdpa"]).train()
+
+
+def first_values(meta_model):
+    """Return the initial value of each parameter by name."""
+    return {
+        name: meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
+        for name, parameter in meta_model.module.named_parameters()
+    }
+
+
+def materialized(meta_model):
+    """Return the module of a model, with its initial values in memory."""
+    meta_model.module.load_state_dict(first_values(meta_model), strict=False, assign=True)
+    return meta_model.module
+
+
+def plain_completion(model, tokens, number, sampling, stop=None):
+    """Complete a prompt with `generate` of transformers, with the random numbers of the prompt `number`."""
+    torch.manual_seed(prompt_seed(sampling.seed, number))
+    prompt = torch.tensor([tokens])
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    limits = {"max_new_tokens": sampling.max_new_tokens, "eos_token_id": stop, "pad_token_id": 0}
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=bool(drawn), **limits, **drawn)
+    return found[0, len(tokens) :].tolist()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records in `numel` the number of elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
+        return result

@@ -19,8 +19,6 @@ ITEM_BYTES = 8
 Batch = tuple[Any, ...]
 #: Gives the loss of one microbatch: of a module or a sharded model, which are called alike.
 Loss = Callable[[Any, Batch], torch.Tensor]
-#: Gives the rank that works on a microbatch, from the step, its number and how many ranks there are.
-Assign = Callable[[int, int, int], int]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 
@@ -40,10 +38,6 @@ def squares(model: Any, batch: Batch) -> torch.Tensor:
 def next_tokens(model: Any, batch: Batch) -> torch.Tensor:
     (tokens,) = batch
     return nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def in_turn(step: int, i: int, size: int) -> int:
-    return (step + i) % size
 
 
 def vectors(
@@ -100,7 +94,6 @@ def train_sharded(
     loss: Loss = squares,
     make_optimizer: MakeOptimizer = adamw,
     max_norm: float | None = 0.5,
-    assign: Assign = in_turn,
     mark_last: bool = False,
 ) -> dict[tuple[int, int], float]:
     """Train; return the loss of every microbatch of this rank by step and number.
@@ -110,7 +103,7 @@ def train_sharded(
     optimizer = make_optimizer(model.shard_parameters())
     losses: dict[tuple[int, int], float] = {}
     for step, minibatch in enumerate(minibatches):
-        own = [i for i in range(len(minibatch)) if assign(step, i, transport.group.size) == transport.group.rank]
+        own = [i for i in range(len(minibatch)) if (step + i) % transport.group.size == transport.group.rank]
         with model.minibatch():
             for i in own:
                 if mark_last and i == own[-1]:
@@ -213,8 +206,7 @@ def check_parity(
     ranks = run_ranks(
         size, work, param_dtype, reduce_dtype, kind or (LateTransport if prefetch else RecordingTransport)
     )
-    for option in ("assign", "mark_last"):
-        training.pop(option, None)
+    training.pop("mark_last", None)
     expected_losses = train_plain(plain, minibatches, **training)
     losses = {key: value for rank in ranks for key, value in rank.losses.items()}
     assert sorted(losses) == [(step, i) for step, minibatch in enumerate(minibatches) for i in range(len(minibatch))]

@@ -12,8 +12,7 @@ import torch
 from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Access
+from odc_mpi.comm.transport import Access, ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
 T = TypeVar("T")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from packed_models import packed_model, plain_model
+from packed_models import packed_model, plain_completion, plain_model
 
 from odc_mpi.errors import UserError
-from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
+from odc_mpi.generation.generate import SamplingParams, generate
 from odc_mpi.models import attention
 from odc_mpi.models.decoding import Prompt
 
@@ -14,26 +14,11 @@ GREEDY = SamplingParams(max_new_tokens=9)
 DRAWN = SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.8, seed=3)
 
 
-def reference(model, prompt, sampling):
-    torch.manual_seed(prompt_seed(sampling.seed, prompt.number))
-    tokens = torch.tensor([prompt.tokens])
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
-    found = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=sampling.max_new_tokens,
-        do_sample=bool(drawn),
-        pad_token_id=0,
-        **drawn,
-    )
-    return found[0, len(prompt.tokens) :].tolist()
-
-
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
 def test_it_is_transformers_own(sampling, changes):
     plain, packed = plain_model(**changes), packed_model(**changes)
-    wanted = [reference(plain, prompt, sampling) for prompt in PROMPTS]
+    wanted = [plain_completion(plain, prompt.tokens, prompt.number, sampling) for prompt in PROMPTS]
     # In any order: a completion depends on its prompt alone.
     found = {prompt.number: generate(packed, prompt, sampling) for prompt in reversed(PROMPTS)}
     assert [found[prompt.number].tokens for prompt in PROMPTS] == wanted

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,20 +105,18 @@ class Run:
     def __init__(self, config, steps, settings):
         train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
         train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS, *settings)
-        self._process = two_hosts.start(1, *train, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
-        self.said = {"stdout": [], "stderr": []}
-        self._threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self.said]
-        for thread in self._threads:
-            thread.start()
+        self._output = config.with_name(f"output-{time.time_ns()}")
+        with self._output.open("wb") as stream:
+            self._process = two_hosts.start(1, *train, stream=stream, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
 
     @property
     def text(self):
-        return "".join(self.said["stdout"] + self.said["stderr"])
+        return self._output.read_text(errors="replace")
 
     @property
     def step(self):
         """The last step that it has printed."""
-        steps = re.findall(r"^ *(\d+)/\d+ ", "".join(self.said["stdout"]), re.MULTILINE)
+        steps = re.findall(r"^ *(\d+)/\d+ ", self.text, re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
     @property
@@ -157,16 +154,8 @@ class Run:
         return self._process.returncode if in_time else None
 
     def end(self):
-        """Kill the rest of the run, and read the rest of its output."""
+        """Kill the rest of the run."""
         two_hosts.end(self._process)
-        for thread in self._threads:
-            thread.join(20)
-        for name in self.said:
-            getattr(self._process, name).close()
-
-    def _read(self, name):
-        for line in getattr(self._process, name):
-            self.said[name].append(line)
 
 
 def inflict(run, fault, pids):

@@ -38,7 +38,8 @@ for node_cache, trainable in (False, True), (True, True), (True, False):
     transport.close()
 world.close()
 """
-# Runs after each other. Three go on after half of their steps, one of them with other islands. The last has one host.
+# Runs after each other. Three go on after half of their steps, one of them with other islands. One has a host, and the
+# last a rank for itself.
 TRAINS = """
 import sys
 from pathlib import Path
@@ -61,11 +62,14 @@ RUNS = [
     ("outer", 5, "--islands.by=node", *outer),
     ("outer_in_flight", 5, "--islands.by=node", *outer, f"--run.resume={top}/outer/checkpoints/step_00000003"),
     ("outer_on_host", 5, "--islands.by=1", *outer),
+    ("alone", 4, "--data.balance=dynamic"),
 ]
 with World(timeout_s=60) as world:
-    host = world.split(world.node)
+    host, alone = world.split(world.node), world.split(world.rank)
     for name, steps, *way in RUNS:
         ranks, directory = (host, f"{name}{world.node}") if name == "outer_on_host" else (world, name)
+        if name == "alone":
+            ranks, directory = alone, f"{name}{world.rank}"
         words = [f"--run.dir={top / directory}", f"--run.steps={steps}", *common, *way]
         train(load(Path(sys.argv[1]), words), ranks)
 """
@@ -90,9 +94,9 @@ def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 4, done.out
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
     digests = {name: run["parameters_digest"] for name, run in runs.items()}
-    assert len({digests[name] for name in ("off", "auto", "islands", "moved")}) == 1
+    assert len({digests[name] for name in ("off", "auto", "islands", "moved", "alone0")}) == 1
     assert len({digests[name] for name in ("outer", "outer_in_flight", "outer_on_host0", "outer_on_host1")}) == 1
-    assert len(digests) == 8 and digests["outer"] != digests["off"]
+    assert len(digests) == 12 and digests["outer"] != digests["off"]
     fetched, pushed = (
         {name: run[f"bytes_{did}_other_nodes"] for name, run in runs.items()} for did in ("fetched", "pushed")
     )

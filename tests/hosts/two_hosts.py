@@ -61,7 +61,7 @@ def missing():
     return None
 
 
-def start(ranks_per_host, *command, cwd=None, pipe=True, **env):
+def start(ranks_per_host, *command, cwd=None, stream=subprocess.PIPE, **env):
     """Start python with these arguments on the ranks of two hosts: the first on node0, the others on node1.
 
     `ranks_per_host` is a number for both hosts, or a text such as "2,1".
@@ -69,7 +69,6 @@ def start(ranks_per_host, *command, cwd=None, pipe=True, **env):
     # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
     shell = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     machine = [sys.executable, str(HERE / "machine.py"), MPIEXEC, str(ranks_per_host)]
-    stream = subprocess.PIPE if pipe else None
     return subprocess.Popen(
         [*shell, *machine, sys.executable, *map(str, command)],
         stdout=stream,
@@ -118,7 +117,7 @@ def main():
     reason = missing()
     if reason is not None:
         parser.error(reason)
-    done = launch(arguments.ranks_per_host, *arguments.command, timeout_s=arguments.timeout_s, pipe=False)
+    done = launch(arguments.ranks_per_host, *arguments.command, timeout_s=arguments.timeout_s, stream=None)
     print(done.err, end="", file=sys.stderr)
     return done.code
 

@@ -16,17 +16,29 @@ from odc_mpi.models.packed import per_sequence, varlen
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
-def written_out(query, key, value, boundaries, window=None, scaling=SIZE**-0.5):
-    """The full matrix of scores, masked to causal blocks."""
+def written_out(query, key, value, boundaries, window=None, sinks=None):
+    """The full matrix of scores, masked to causal blocks, with the sinks in a last column."""
     key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
+    scores = query @ key.transpose(2, 3) * SIZE**-0.5
     tokens = torch.arange(query.shape[2])
     sequence = torch.bucketize(tokens, torch.tensor(boundaries[1:]), right=True)
     distance = tokens[:, None] - tokens[None, :]
     seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
     if window is not None:
         seen &= distance < window
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(1, -1, len(tokens), 1)], 3)
+    return (scores.softmax(-1)[..., : len(tokens)] @ value).transpose(1, 2)
+
+
+def assert_same(actual, wanted, inputs):
+    """The outputs are equal, and so are their gradients."""
+    torch.testing.assert_close(actual, wanted)
+    upstream = torch.randn_like(wanted)
+    got, expected = (torch.autograd.grad(x, inputs, upstream) for x in (actual, wanted))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def draw(num_tokens, batch=1):
@@ -42,13 +54,8 @@ def test_values_and_gradients(boundaries, window, eager):
     inputs = draw(12)
     bounds = torch.tensor(boundaries, dtype=torch.int32)
     actual, weights = packed_attention(None, *inputs, None, sliding_window=window, cu_seq_lens_q=bounds, eager=eager)
-    wanted = written_out(*inputs, boundaries, window)
     assert weights is None
-    torch.testing.assert_close(actual, wanted)
-    upstream = torch.randn_like(wanted)
-    got, expected = (torch.autograd.grad(x, inputs, upstream) for x in (actual, wanted))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_same(actual, written_out(*inputs, boundaries, window), inputs)
 
 
 @pytest.mark.parametrize(
@@ -113,23 +120,12 @@ def test_patterns_that_are_not_known_are_refused():
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("eager", [False, True])
 def test_sinks_take_part_in_the_softmax(window, eager):
-    inputs, bounds = draw(12), torch.tensor([0, 4, 5, 12])
+    inputs, boundaries = draw(12), [0, 4, 5, 12]
     sinks = torch.linspace(-1, 2, HEADS).requires_grad_()
     actual, _ = packed_attention(
-        None, *inputs, None, sliding_window=window, cu_seq_lens_q=bounds, s_aux=sinks, eager=eager
+        None, *inputs, None, sliding_window=window, cu_seq_lens_q=torch.tensor(boundaries), s_aux=sinks, eager=eager
     )
-    query, key, value = inputs
-    scores = query @ key.repeat_interleave(HEADS // GROUPS, 1).transpose(2, 3) * SIZE**-0.5
-    tokens = torch.arange(12)
-    distance, sequence = tokens[:, None] - tokens[None, :], torch.bucketize(tokens, bounds[1:], right=True)
-    seen = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or 12))
-    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks[None, :, None, None].expand(1, -1, 12, 1)], 3)
-    wanted = (scores.softmax(-1)[..., :-1] @ value.repeat_interleave(HEADS // GROUPS, 1)).transpose(1, 2)
-    torch.testing.assert_close(actual, wanted)
-    upstream = torch.randn_like(wanted)
-    got, expected = (torch.autograd.grad(x, [*inputs, sinks], upstream) for x in (actual, wanted))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_same(actual, written_out(*inputs, boundaries, window, sinks), [*inputs, sinks])
 
 
 @pytest.mark.parametrize(
@@ -189,12 +185,7 @@ def test_one_call_for_all_lengths(monkeypatch, stand_in, window, scaling, prompt
     assert torch.equal(actual, again)
     assert len({id(part) for call in stand_in.bounds for part in call}) == 1 + any(prompts), "copied once"
     monkeypatch.undo()
-    wanted, _ = packed_attention(None, *inputs, None, **given)
-    torch.testing.assert_close(actual, wanted)
-    upstream = torch.randn_like(wanted)
-    got, expected = (torch.autograd.grad(x, inputs, upstream) for x in (actual, wanted))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_same(actual, packed_attention(None, *inputs, None, **given)[0], inputs)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from local_transport import LocalGroup, LocalTransport
+from packed_models import LargestTensor
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import QWEN2
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
@@ -34,6 +33,20 @@ QWEN2_MOE = EXPERTS | {
 }
 #: Its scores have a soft cap; a low one, so that it counts.
 GEMMA2 = SLIDING | {"model_type": "gemma2", "attn_logit_softcapping": 0.05, "head_dim": 8}
+#: Models with packed attention, and their implementation of it.
+PACKED = {
+    "qwen2": (QWEN2, "sdpa"),
+    "llama": (LLAMA, "sdpa"),
+    "mistral": (SLIDING, "sdpa"),
+    "tied": (QWEN2 | {"tie_word_embeddings": True}, "sdpa"),
+    "phimoe": (PHIMOE, "sdpa"),
+    "qwen2_moe": (QWEN2_MOE, "sdpa"),
+    "stablelm": (QWEN2 | {"model_type": "stablelm"}, "sdpa"),  # its layers get positions, but no boundaries
+    "mistral_eager": (SLIDING, "eager"),
+    "phimoe_eager": (PHIMOE, "eager"),
+    "gemma2": (GEMMA2, "eager"),
+    "caps": (GEMMA2, "sdpa"),
+}
 
 
 def shard(meta_model):
@@ -57,19 +70,6 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
-
-
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 class TestFromConfig:
@@ -102,29 +102,9 @@ class TestFromConfig:
         assert not torch.equal(weights.read(layers[0], 0, 9), weights.read(layers[1], 0, 9))
         assert not torch.equal(weights.read(layers[0], 0, 9), other.read(layers[0], 0, 9))
 
-    @pytest.mark.parametrize(
-        ("settings", "implementation"),
-        [
-            *((s, "sdpa") for s in (QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}, PHIMOE, QWEN2_MOE)),
-            (QWEN2 | {"model_type": "stablelm"}, "sdpa"),  # its layers get positions, but no boundaries
-            *((s, "eager") for s in (SLIDING, PHIMOE, GEMMA2)),
-            (GEMMA2, "sdpa"),
-        ],
-        ids=[
-            "qwen2",
-            "llama",
-            "mistral",
-            "tied",
-            "phimoe",
-            "qwen2_moe",
-            "stablelm",
-            "mistral_eager",
-            "phimoe_eager",
-            "gemma2",
-            "caps",
-        ],
-    )
-    def test_packed_outputs_are_those_of_single_sequences(self, settings, implementation):
+    @pytest.mark.parametrize("model", PACKED)
+    def test_packed_outputs_are_those_of_single_sequences(self, model):
+        settings, implementation = PACKED[model]
         meta_model, reference = models.from_config(settings, 0, implementation), stock(settings).eval()
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
@@ -149,7 +129,7 @@ class TestFromConfig:
         model = shard(meta_model)
         bounds = torch.arange(0, num_tokens + 1, 16, dtype=torch.int32)
         inputs = {"input_ids": torch.arange(num_tokens)[None] % 64, "position_ids": torch.arange(num_tokens)[None] % 16}
-        with model.minibatch(), Largest() as made:
+        with model.minibatch(), LargestTensor() as made:
             loss = model(**inputs, labels=inputs["input_ids"], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).loss
             loss.backward()
         assert num_tokens * 64 <= made.numel < num_tokens**2 / 4  # the logits are the largest
@@ -189,24 +169,6 @@ class TestFromConfig:
 
 
 class TestFromDirectory:
-    def test_outputs_are_those_of_transformers(self, saved):
-        reference = transformers.AutoModelForCausalLM.from_pretrained(saved, attn_implementation="eager").eval()
-        model = shard(models.from_directory(saved)).eval()
-        tokens = torch.arange(20)[None]
-        with torch.no_grad():
-            bounds = torch.tensor([0, 20], dtype=torch.int32)
-            actual, wanted = model(input_ids=tokens, cu_seq_lens_q=bounds).logits, reference(input_ids=tokens).logits
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
-
-    def test_several_files_with_an_index(self, saved, tmp_path):
-        reference = transformers.AutoModelForCausalLM.from_pretrained(saved)
-        reference.save_pretrained(tmp_path / "cut", max_shard_size="20KB")
-        assert (tmp_path / "cut" / "model.safetensors.index.json").exists()
-        one, two = (models.from_directory(path) for path in (saved, tmp_path / "cut"))
-        for name, parameter in one.module.named_parameters():
-            whole = (meta_model.weights.read(name, 0, parameter.numel()) for meta_model in (one, two))
-            assert torch.equal(*whole), name
-
     def test_bf16_files_and_a_tied_head(self, tmp_path):
         reference = stock(QWEN2 | {"tie_word_embeddings": True}).to(torch.bfloat16)
         reference.save_pretrained(tmp_path)

@@ -6,6 +6,7 @@ import kv_exchange_threads
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_models import LargestTensor
 from ranks import run_threads
 
 from odc_mpi.errors import UserError
@@ -65,27 +66,17 @@ def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_unsplit_sequenc
 
 def test_no_matrix_of_tokens_by_tokens_is_made():
     """The largest tensor of any operator has at most the elements of the query in fp32, not those of a mask."""
-    tokens, largest = 512, 0
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            made = function(*args, **(kwargs or {}))
-            each = made if isinstance(made, tuple | list) else [made]
-            largest = max([largest, *(x.numel() for x in each if isinstance(x, torch.Tensor))])
-            return made
-
-    *inputs, upstream = draw(tokens=tokens)
+    *inputs, upstream = draw(tokens=512)
     board = kv_exchange_threads.Board()
     first = [x[:, :, :256] for x in inputs]
     kv_exchange_threads.ThreadKVExchange(board, 0, 2).publish_kv(0, first[1:])
     leaves = [x[:, :, 256:].clone().requires_grad_() for x in inputs]
-    with Largest():
+    with LargestTensor() as made:
         output = context_parallel_attention.context_parallel_attention(
             *leaves, None, 0, kv_exchange_threads.ThreadKVExchange(board, 1, 2)
         )
         output.backward(upstream[:, :, 256:])
-    assert 0 < largest <= 256 * HEADS * SIZE < 256 * 256
+    assert 0 < made.numel <= 256 * HEADS * SIZE < 256 * 256
 
 
 @pytest.fixture
@@ -94,49 +85,45 @@ def gpu_kernels():
     aten, calls = torch.ops.aten, []
     seed = torch.zeros(2, dtype=torch.uint64)
 
-    def check(query, *others):
-        for x in (query, *others):
+    def attend(query, key, value, causal, scale):
+        for x in (query, key, value):
             assert x.shape[3] == query.shape[3] and x.shape[3] % 8 == 0 and x.stride(3) == 1
         calls.append(query.dtype)
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
 
-    def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale):
-        check(query, key, value)
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+    def attend_backward(grad, query, key, value, output, lse, causal, scale):
+        for x in (grad, query, key, value, output):
+            assert x.shape[3] == query.shape[3] and x.shape[3] % 8 == 0 and x.stride(3) == 1
+        calls.append(query.dtype)
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, query, key, value, output, lse, 0.0, causal, scale=scale)
+
+    def flash(query, key, value, dropout=0.0, causal=False, debug=False, *, scale):
+        output, lse = attend(query, key, value, causal, scale)
         return output, lse.contiguous(), None, None, query.shape[2], key.shape[2], seed, seed, seed
 
-    def flash_backward(grad, query, key, value, output, lse, q, k, max_q, max_k, dropout_p, is_causal, *_, scale):
-        check(query, grad, key, value, output)
+    def flash_backward(grad, query, key, value, output, lse, q, k, max_q, max_k, dropout, causal, *_, scale):
         assert q is k is None and (max_q, max_k) == (query.shape[2], key.shape[2]) and lse.is_contiguous()
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse, 0.0, is_causal, scale=scale
-        )
+        return attend_backward(grad, query, key, value, output, lse, causal, scale)
 
-    def efficient(query, key, value, bias, with_lse, dropout_p=0.0, is_causal=False, *, scale):
-        check(query, key, value)
+    def efficient(query, key, value, bias, with_lse, dropout=0.0, causal=False, *, scale):
         assert bias is None and with_lse and query.shape[1] == key.shape[1]
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+        output, lse = attend(query, key, value, causal, scale)
         return output, F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), seed, seed
 
     def efficient_backward(
-        grad, query, key, value, bias, output, lse, seed, offset, dropout_p, needed, is_causal=False, *, scale
+        grad, query, key, value, bias, output, lse, seed, offset, dropout, needed, causal=False, *, scale
     ):
-        check(query, grad, key, value, output)
         assert query.shape[1] == key.shape[1] and output.transpose(1, 2).is_contiguous()
         assert lse.shape[2] % 32 == 0 and lse[:, :, query.shape[2] :].eq(torch.inf).all()
         assert bias is None and needed == [True, True, True, False]
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse[:, :, : query.shape[2]], 0.0, is_causal, scale=scale
-        )
-        return *gradients, None
+        return *attend_backward(grad, query, key, value, output, lse[:, :, : query.shape[2]], causal, scale), None
 
     library = torch.library.Library("aten", "IMPL")
-    for name, function in (
-        ("flash_attention", flash),
-        ("flash_attention_backward", flash_backward),
-        ("efficient_attention", efficient),
-        ("efficient_attention_backward", efficient_backward),
-    ):
-        library.impl(f"_scaled_dot_product_{name}", function, "CPU")
+    for function in (flash, flash_backward, efficient, efficient_backward):
+        name, _, direction = function.__name__.partition("_")
+        suffix = f"_{direction}" if direction else ""
+        library.impl(f"_scaled_dot_product_{name}_attention{suffix}", function, "CPU")
     yield calls
     library._destroy()
 
@@ -151,19 +138,6 @@ def test_arguments_of_the_kernels_for_gpus(gpu_kernels, monkeypatch, kernel, siz
     for one, other in zip(in_chunks(inputs, upstream, None, (0, 32, 70)), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert len(gpu_kernels) == 6
-
-
-@pytest.mark.parametrize("kernel", [_Kernel.FLASH, _Kernel.EFFICIENT])
-def test_shapes_of_the_kernels_for_gpus(monkeypatch, kernel):
-    """By their registration in torch for tensors without values."""
-    monkeypatch.setattr(context_parallel_attention, "_choose_kernel", lambda query: kernel)
-    query, key, value, upstream = (x.to("meta") for x in draw(torch.bfloat16, 40, 6))
-    output, lse = context_parallel_attention._attend(query, key[:, :, :9], value[:, :, :9], None, causal=False)
-    assert (output.shape, lse.shape) == (query.shape, query.shape[:3])
-    gradients = context_parallel_attention._attend_backward(
-        upstream, query, key[:, :, :9], value[:, :, :9], output, lse, None, causal=False
-    )
-    assert [x.shape for x in gradients] == [query.shape, key[:, :, :9].shape, key[:, :, :9].shape]
 
 
 @pytest.mark.parametrize(

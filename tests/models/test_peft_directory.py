@@ -1,9 +1,11 @@
 """Adapters that peft itself saved: the same logits, and everything that a directory can lack."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from packed_models import materialized
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import QWEN2
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,36 +15,37 @@ from odc_mpi.models.load import load_model
 
 peft = pytest.importorskip("peft")
 
+TOKENS = torch.arange(9)[None]
+
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of peft itself
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A base, adapters with a fully trained head, and peft's outputs with them."""
-    directory = tmp_path_factory.mktemp("saved")
-    torch.manual_seed(0)
-    settings = {key: value for key, value in QWEN2.items() if key != "model_type"}
-    config = AutoConfig.for_model("qwen2", **settings | {"tie_word_embeddings": False})
-    base = AutoModelForCausalLM.from_config(config)
-    base.save_pretrained(directory / "base")
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+    """Adapters with a fully trained head, and peft's outputs with them."""
+    return save(
+        tmp_path_factory.mktemp("saved"), r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
     )
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(directory / "base"), lora)
+
+
+def save(directory, r, changes=(), **lora):
+    """Save a base and adapters, and return the directory of the adapters and peft's outputs with them."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**QWEN2 | {"tie_word_embeddings": False} | dict(changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "base")
+    base = AutoModelForCausalLM.from_pretrained(directory / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=r, **lora))
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(directory / "adapters")
-    tokens = torch.arange(9)[None]
-    return directory, tokens, model.eval()(tokens).logits
+    return directory / "adapters", model.eval()(TOKENS).logits
 
 
 @pytest.fixture
 def adapters(saved, tmp_path):
     """A copy of the directory to spoil, and its configuration."""
-    for path in (saved[0] / "adapters").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
+    return shutil.copytree(saved[0], tmp_path / "copy")
 
 
 def change(adapters, **changes):
@@ -53,31 +56,18 @@ def change(adapters, **changes):
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of peft itself
 def test_logits_with_adapters_of_experts(tmp_path):
     """As peft chooses them in Mixtral, with a rank and an alpha of their own."""
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(**QWEN2 | {"model_type": "mixtral", "num_local_experts": 4})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "adapters")
-    tokens = torch.arange(9)[None]
-    assert_logits(tmp_path / "adapters", tokens, model.eval()(tokens).logits)
+    changes = {"model_type": "mixtral", "num_local_experts": 4}
+    assert_logits(*save(tmp_path, r=2, changes=changes, target_modules="all-linear"))
 
 
 def test_logits_are_those_of_peft(saved):
-    assert_logits(saved[0] / "adapters", *saved[1:])
+    assert_logits(*saved)
 
 
-def assert_logits(adapters, tokens, wanted):
-    meta_model = load_model(adapters)
-    for name, parameter in list(meta_model.module.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        value = meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape)
-        meta_model.module.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
-    meta_model.module.set_attn_implementation("sdpa")
-    torch.testing.assert_close(meta_model.module.eval()(tokens).logits, wanted)
+def assert_logits(adapters, wanted):
+    module = materialized(load_model(adapters))
+    module.set_attn_implementation("sdpa")
+    torch.testing.assert_close(module.eval()(TOKENS).logits, wanted)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def test_families_are_read_and_written_as_transformers_does(kind, tmp_path):
     module = transformers.AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
     for original in (False, True):
         directory = tmp_path / str(original)
-        module.save_pretrained(directory, save_original_format=original)
+        module.save_pretrained(directory, save_original_format=original, max_shard_size="5GB" if original else "20KB")
+        assert (directory / "model.safetensors.index.json").exists() == (not original)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         assert_slices(SafetensorsWeights(directory, module), dict(loaded.named_parameters()))
     tensors = dict(module.named_parameters()) | dict(replicated_persistent_tensors(module))

@@ -11,6 +11,8 @@ import torch
 import torch_reference
 import transformers
 
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.checkpoint.state import CheckpointWeights
 from odc_mpi.data.loader import Loader
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.inputs import open_inputs
@@ -117,6 +119,14 @@ def train_to_the_end(config, world, job=None, stop=None):
     (job or world).gather_objects(None)
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], summary
+
+
+def assert_saved(run_dir, module):
+    """The newest checkpoint of a run has the parameters of a plain model."""
+    named = dict(module.named_parameters())
+    with open_newest_checkpoint(run_dir) as checkpoint:
+        read = CheckpointWeights(checkpoint).read
+        assert_close({name: read(name, 0, tensor.numel()).view(tensor.shape) for name, tensor in named.items()}, named)
 
 
 def on_first_rank(world, compare):

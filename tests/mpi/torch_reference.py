@@ -26,6 +26,19 @@ def unsharded_model(meta_model, settings):
     return plain
 
 
+def with_adapters(model, weights, **lora):
+    """Add peft's own adapters to a model of transformers, with the initial values of a run."""
+    import peft  # takes a second
+
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                first = weights.read(name.removeprefix("base_model.model."), 0, parameter.numel())
+                parameter.copy_(first.view(parameter.shape))
+    return model
+
+
 def compute_loss(module, dataset, indices):
     """The mean loss over all trained tokens of some sequences, each by itself."""
     total, count = 0.0, 0

@@ -1,5 +1,7 @@
 """Small units, and gradients whose sums are exact, for tests of transports on any number of ranks."""
 
+import time
+
 import numpy as np
 import torch
 from torch import nn
@@ -25,6 +27,19 @@ def assert_nan_is_known_to_all(model, world, run):
     model.publish()
     assert run().finite, "the gradients were not cleared"
     model.publish()
+
+
+def while_the_last_rank_computes(world, base, work):
+    """Run `work` on the other ranks; the last one computes without calling MPI until all of them have returned."""
+    if world.rank < world.size - 1:
+        work()
+        base.with_name(f"{base.name}.{world.rank}").touch()
+        return
+    deadline, done = time.monotonic() + 30, 0
+    while done < world.size - 1 and time.monotonic() < deadline:
+        torch.randn(1000).sum()
+        done = len(list(base.parent.glob(f"{base.name}.*")))
+    assert done == world.size - 1, "a rank waited for one that computes"
 
 
 def assert_reports_and_sums(world, transport):

@@ -11,7 +11,6 @@ from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.observe import timing
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.timing import IslandMetrics, ThroughputMetrics, peak_flops
-from odc_mpi.training.resolved_settings import _lacks_bfloat16
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,6 @@ def test_without_a_gpu_and_before_the_first_step():
     metrics.on_train_begin(0, nothing)
     metrics.on_train_begin(0, evaluated)
     assert nothing == {"step": 0} and evaluated["epoch"] == 0.0 and "time" in evaluated
-
-
-@pytest.mark.parametrize(("words", "lacks"), [("flags : avx2 avx512f", True), ("avx512_bf16", False), ("bf16", False)])
-def test_processors_without_bfloat16(tmp_path, words, lacks):
-    (tmp_path / "cpuinfo").write_text(words)
-    assert _lacks_bfloat16(tmp_path / "cpuinfo") is lacks and not _lacks_bfloat16(tmp_path / "missing")
 
 
 def test_waits_of_islands_are_reported_with_the_next_step_and_all_at_the_end():

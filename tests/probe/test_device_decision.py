@@ -89,17 +89,11 @@ def test_a_crash_is_the_reason():
 
 @pytest.mark.parametrize(
     ("name", "cause", "wanted"),
-    [
-        ("get", Cause.WRONG, "cpu"),
-        ("get", Cause.STALE, "cpu"),
-        ("put", Cause.WRONG, "cuda"),
-        ("accumulate", Cause.WRONG, "cuda"),
-    ],
+    [("get", Cause.STALE, "cpu"), ("put", Cause.WRONG, "cuda"), ("accumulate", Cause.WRONG, "cuda")],
 )
 def test_wrong_data_is_not_used(name, cause, wanted):
-    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(
-        Problem(("from_device", "same_node", name), cause)
-    )
+    problem = Problem(("from_device", "same_node", name), cause)
+    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(problem)
     decision = made(found)
     assert choices(decision) == (wanted, {"accumulate": "mailbox"}.get(name, "accumulate"))
     reason = {"get": decision.window_device, "accumulate": decision.reduction}.get(name)
@@ -112,9 +106,8 @@ def test_wrong_data_is_not_used(name, cause, wanted):
     [("get", "auto", True), ("put", "mailbox", True), ("put", "accumulate", False), ("accumulate", "mailbox", False)],
 )
 def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
-    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(
-        Problem(("from_device", "same_node", name), Cause.WRONG)
-    )
+    problem = Problem(("from_device", "same_node", name), Cause.WRONG)
+    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(problem)
     decision = made(found, window_device="cuda", reduction=reduction)
     words = f"{name.title()} with a peer on the same node, on devices, delivers wrong data .* comm.window_device to cpu"
     with pytest.raises(UserError, match=words) if refused else nullcontext():

@@ -85,22 +85,11 @@ def reference(folder, kind):
         inputs = open_inputs(config, 0, 1)
         model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
         if config.lora.r:
-            model = with_adapters(model, config.lora, inputs.model.weights)
+            lora = {"r": config.lora.r, "lora_alpha": config.lora.alpha, "target_modules": config.lora.target_modules}
+            model = torch_reference.with_adapters(model, inputs.model.weights, **lora)
         minibatches = [minibatch.indices for minibatch in itertools.islice(inputs.loader, STEPS)]
         _references[kind] = torch_reference.train(model, inputs.dataset, minibatches, config.optim), model
     return _references[kind]
-
-
-def with_adapters(model, lora, weights):
-    """Add peft's own adapters, with the initial values of a run."""
-    options = {"target_modules": lora.target_modules, "task_type": "CAUSAL_LM"}
-    model = peft.get_peft_model(model, peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, **options))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                first = weights.read(name.removeprefix("base_model.model."), 0, parameter.numel())
-                parameter.copy_(first.view(parameter.shape))
-    return model
 
 
 def train(world, ranks, config):

@@ -6,9 +6,7 @@ import torch
 from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
-from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncate_distribution, sample
+from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncation, sample
 
 STOP = (3, 7, 11, 30)
 PROMPTS = [Prompt(4, [5, 7, 9], STOP), Prompt(9, list(range(1, 12)), STOP), Prompt(2, [60], STOP)]
@@ -21,7 +19,7 @@ def completed(model, prompts, sampling=DRAWN):
     return found
 
 
-def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_training():
+def test_a_completion_is_the_same_in_any_batch():
     model = packed_model()
     state = torch.get_rng_state()
     together = completed(model, PROMPTS)
@@ -34,16 +32,6 @@ def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_traini
             assert stopped == (tokens[-1] in STOP) and not set(STOP) & set(tokens[:-1])
             assert stopped or len(tokens) == DRAWN.max_completion_length
     assert len({tuple(tokens) for made in together.values() for tokens in made.tokens}) > 6
-    groups = [
-        PromptGroup(i, prompt.number, list(prompt.tokens), *together[prompt.number][:2], np.ones(3), np.zeros(3, bool))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    for batch in pack_microbatches(groups, 40, with_all=False):
-        assert batch.num_input_tokens <= 40
-        with torch.no_grad():
-            token_logps = TokenLogps(model.eval())
-            found = token_logps(batch.inputs, batch.logit_positions, batch.targets, DRAWN.temperature)
-        torch.testing.assert_close(found.logps, batch.logps, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}])
@@ -106,6 +94,6 @@ def test_tokens_are_drawn_by_their_probabilities():
     ("top_k", "top_p", "kept"), [(0, 1.0, [1, 2, 3, 4]), (2, 1.0, [2, 3]), (0, 0.75, [2, 3]), (3, 0.6, [2, 3])]
 )
 def test_unlikely_tokens_are_left_out(top_k, top_p, kept):
-    probabilities = torch.tensor([[0.0, 0.15, 0.5, 0.3, 0.05]])
-    found = _truncate_distribution(probabilities, RolloutSamplingParams(1, 1, top_k=top_k, top_p=top_p))
+    logps = torch.tensor([[0.0, 0.15, 0.5, 0.3, 0.05]], dtype=torch.float64).log()
+    found = _truncation(RolloutSamplingParams(1, 1, top_k=top_k, top_p=top_p))(None, logps).exp()
     assert torch.nonzero(found[0])[:, 0].tolist() == kept

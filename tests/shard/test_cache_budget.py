@@ -184,7 +184,8 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
     module = Uneven().double()
 
     def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(copy.deepcopy(module), transport, units=(nn.Sequential,), prefetch=prefetch)
+        options = {"units": (nn.Sequential,), "prefetch": prefetch, "activation_checkpointing": prefetch == 1}
+        model = ShardedModel(copy.deepcopy(module), transport, **options)
         model.cache_bytes = budgets
         optimizer = adamw(model.shard_parameters())
         layouts = transport.parameters.layouts
@@ -192,12 +193,16 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
         shards = sum(layout.shard_numel for layout in layouts) * ITEM_BYTES
         in_use = ITEM_BYTES * (layouts[0].numel + max(2, 1 + prefetch) * numels[-1])
         needs = model.cache_needs.maximum
+        assert model.usage.peak_parameter_bytes == shards
         for order in itertools.islice(itertools.permutations(range(len(sizes))), 0, 720, 45):
             with model.minibatch():
                 for part in (order, order[:3], order[::-1]):
                     squares(model, (INPUT, part)).backward()
             optimizer.step()
             model.publish()
+            model.state_dict()
+            with torch.no_grad():
+                model(INPUT, order[:3])
             granted = min(budgets.parameters, needs.parameters)
             assert model.usage.peak_parameter_bytes <= shards + in_use + granted
             granted = min(budgets.gradients, needs.gradients)

@@ -5,7 +5,6 @@ from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.work import Work
-from odc_mpi.shard.gradient_format import FloatGradients
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
@@ -22,8 +21,7 @@ def make_unit(transport: RecordingTransport) -> Unit:
 
 
 def make_pusher(transport: RecordingTransport, prefetch: int = 0) -> GradientPusher:
-    gradient_format = FloatGradients(transport.gradients.dtype)
-    return GradientPusher(transport, prefetch, SpanRecorder(), TrafficCounter(transport), gradient_format)
+    return GradientPusher(transport, prefetch, SpanRecorder(), TrafficCounter(transport))
 
 
 def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -1,62 +1,18 @@
 """Memory of unsharded parameters on a rank, and the number of fetches."""
 
 import pytest
-import torch
 from parity import Train, squares
-from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
+from ranks import RecordingTransport, on_ranks
 from torch import nn
-from toy_models import INPUT, WIDTH, Layer, Stack
+from toy_models import INPUT, Layer, Stack
 
 NUM_LAYERS = 12
 LAYERS = [f"layers.{i}" for i in range(NUM_LAYERS)]
 
 
-def bound(train: Train, prefetch: int = 0) -> int:
-    """Own shards, the root and two other units; one more for each that is fetched ahead beyond the first."""
-    return train.shard_bytes + train.layout_bytes("(root)") + num_others(prefetch) * train.layout_bytes("layers.0")
-
-
-def num_others(prefetch: int) -> int:
-    return max(2, 1 + prefetch)
-
-
-#: In a thread too, over a transport whose operations last until they are waited for.
-PREFETCH = pytest.mark.parametrize(
-    ("prefetch", "kind"),
-    [(0, RecordingTransport), (1, LateTransport), (2, LateTransport)],
-    ids=["", "ahead1", "ahead2"],
-)
-
-
 @pytest.fixture
 def module() -> nn.Module:
     return Stack(NUM_LAYERS).double()
-
-
-@PREFETCH
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@on_ranks()
-def test_no_more_than_the_root_and_two_units(
-    transport: RecordingTransport,
-    size: int,
-    checkpointing: bool,
-    prefetch: int,
-    kind: type[RecordingTransport],
-    module: nn.Module,
-) -> None:
-    train = Train(transport, module, activation_checkpointing=checkpointing, prefetch=prefetch)
-    assert train.model.usage.peak_parameter_bytes == train.shard_bytes
-    for _ in range(3):
-        train.step()
-    assert bound(train, prefetch) < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
-    assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
-    train.model.state_dict()
-    with torch.no_grad():
-        train.model(INPUT)
-    for _ in range(2):
-        train.step(1)
-    assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
 
 
 @pytest.mark.parametrize(("size", "checkpointing"), [(1, False), (2, False), (1, True)])
@@ -91,23 +47,3 @@ def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: R
         transport.log.clear()
         squares(train.model, (INPUT,)).backward()
         assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
-
-
-def test_recurrent_modules_keep_none_of_their_weights() -> None:
-    class Recurrent(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for rnn in self:
-                x = rnn(x)[0]
-            return x
-
-    module = Recurrent(*(nn.GRU(WIDTH, WIDTH) for _ in range(5))).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, units=[nn.GRU])
-        for _ in range(2):
-            train.step()
-        with torch.no_grad():
-            train.model(INPUT)
-        assert train.model.usage.peak_parameter_bytes <= train.shard_bytes + 2 * train.layout_bytes("0")
-
-    run_ranks(2, work)

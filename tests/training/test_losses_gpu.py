@@ -64,7 +64,7 @@ def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
         for mode in ("default", "error"):  # the first call compiles kernels and takes memory
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                loss = objective.loss(model, minibatch, microbatch.to(model.device))
+                loss = objective.loss(minibatch, microbatch.to(model.device))
                 loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -69,7 +69,7 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
     objective = RewardObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))
     with Dataset(tmp_path / "pairs.h5") as dataset:
         microbatch = read_pairs(dataset, np.arange(3))
-    loss = objective.loss(None, SimpleNamespace(indices=np.arange(3)), microbatch)
+    loss = objective.loss(SimpleNamespace(indices=np.arange(3)), microbatch)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):

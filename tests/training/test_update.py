@@ -1,36 +1,16 @@
-"""Updates without gradients, and the end of a run that makes no progress."""
+"""Learning rates, updates without gradients, and names of callbacks."""
 
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from odc_mpi.errors import TrainingError
-from odc_mpi.observe.callback import Step
-from odc_mpi.training.nonfinite import NonFiniteStepLimit
+from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.training.loop import Trainer
 from odc_mpi.training.settings import OptimConfig, RunConfig
 from odc_mpi.training.update import Update
-
-
-def feed_limit(limit, *skipped):
-    for number, one in enumerate(skipped, 7):
-        limit.on_step_end(Step(number, None, {"skipped": one}))
-
-
-def test_only_steps_in_a_row_count():
-    limit = NonFiniteStepLimit(3)
-    feed_limit(limit, True, True, False, True, True)
-    assert limit.state_dict() == {"skipped_in_a_row": 2}
-    with pytest.raises(TrainingError, match=r"^step 7: .* in 3 steps in a row, which is run\.max_skipped_steps"):
-        feed_limit(limit, True)
-
-
-def test_the_count_goes_on_with_the_run():
-    metadata = {"loader": {}, **NonFiniteStepLimit(3).state_dict(), "skipped_in_a_row": 2}
-    with pytest.raises(TrainingError, match="in 3 steps in a row"):
-        feed_limit(NonFiniteStepLimit(3, metadata), True)
-    feed_limit(NonFiniteStepLimit(3, metadata), False, True, True)
 
 
 @pytest.mark.parametrize(("warmup", "equal_steps"), [({"warmup_ratio": 0.25}, 2), ({"warmup_ratio": 0.2}, 2)])
@@ -58,3 +38,13 @@ def test_a_minibatch_without_any_gradient_leaves_the_parameters():
     update.run(step, 3.0, finite=True)
     assert (divisors, step.metrics) == ([3.0, 0.5], {"grad_norm": None, "skipped": False})
     assert torch.equal(parameter, torch.ones(3))
+
+
+def test_two_callbacks_with_the_same_name_are_refused():
+    """Of two numbers of one name only the last would be reported."""
+    callback = Callback()
+    callback.gathered_names = ("heard",)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    trainer = Trainer(model, Callback(), callback, Callback(), [callback], time.perf_counter)
+    with pytest.raises(ValueError, match="got heard twice"):
+        trainer.start()

@@ -1,9 +1,7 @@
 """Baseline for `bench train`: FSDP2 over gloo, which is PyTorch's own sharded training on CPUs.
 
-Each layer is a parameter group of `fully_shard`, and all other parameters form the root group. By default, FSDP2
-all-gathers the parameters of a layer before its forward pass, frees them afterwards, and all-gathers them again before
-its backward pass, as in ZeRO-3. The parameters of the root group stay in memory between the two passes. The gradients
-of each group are reduce-scattered after its backward pass.
+Each layer is a parameter group of `fully_shard`, and all other parameters form the root group. Parameters of layers are
+freed after the forward pass and gathered again for the backward pass, as in ZeRO-3.
 
 FSDP requires all ranks to run the same number of microbatches. A rank with fewer also runs the shortest sequence of the
 minibatch, with zero gradients. Construct a `Gloo` first, because it initializes the process group.

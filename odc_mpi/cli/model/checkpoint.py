@@ -39,10 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(lines))
         return 1 if num_damaged else 0
     if arguments.action in ("digest", "index"):
-        line_of = commands.digest_line if arguments.action == "digest" else commands.index_line
-        print(line_of(arguments.directory))
-    else:
-        lines_of = commands.list_lines if arguments.action == "list" else commands.show_lines
-        for line in lines_of(arguments.directory):
-            print(line)
+        print((commands.digest_line if arguments.action == "digest" else commands.index_line)(arguments.directory))
+        return 0
+    for line in (commands.list_lines if arguments.action == "list" else commands.show_lines)(arguments.directory):
+        print(line)
     return 0

@@ -15,9 +15,6 @@ A rank Puts a flag into the window of the rank that waits for it, so every rank 
 integers that never decrease, even from one sequence to the next. They therefore need no reset, and a torn read returns
 at most the new value (see `comm.reduce.mailbox`).
 
-On a GPU, `publish_kv` and `send_kv_grads` start copies into the window. The flags for these copies are set when
-`earlier_kv` and `accumulate_kv_grads` begin, so kernels launched in between run during the copies (see `kv_windows`).
-
 Note: slots
     Keys and values have one slot per layer. These slots become free after KV_RELEASED from all later chunks. Gradients
     have two slots, which alternate between layers. Each becomes free after GRAD_CONSUMED from all earlier chunks.
@@ -95,7 +92,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Wait for the keys and values of each earlier chunk in a layer, and yield them in chunk order. One-sided."""
+        """Yield the keys and values of each earlier chunk in a layer, in chunk order. One-sided."""
         self._windows.complete_copies()
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
@@ -137,7 +134,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return total_key.to(grads[0].dtype), total_value.to(grads[1].dtype)
 
     def finish(self) -> None:
-        """Notify the ranks with earlier chunks that this rank no longer reads their keys and values. One-sided."""
+        """Notify the ranks with earlier chunks that this rank reads no more keys and values. One-sided."""
         self._set_flags(KV_RELEASED, self._earlier_ranks, 0, self._windows.sizes.num_layers - 1)
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)
@@ -147,7 +144,6 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return self._windows.sizes.num_layers - layer
 
     def _gradient_offset(self, chunk: int, layer: int) -> int:
-        """Return the byte offset of a chunk's gradients in the window of a later chunk."""
         token_bytes = sum(part.nbytes for part in self._templates[layer])
         return self._windows.gradient_slot_offset(layer) + self._bounds[chunk] * token_bytes
 

@@ -64,8 +64,7 @@ class KVSizes:
 class KVWindows:
     """MPI windows for the keys, values and gradients that this rank publishes, and for flags.
 
-    The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
-    collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
+    Construction is collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
 
     Args:
         sizes: Sizes of the slots. Must be the same on all ranks.
@@ -125,9 +124,9 @@ class KVWindows:
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that a slot is in use until each rank in `ranks` has set its flag of kind `kind` to at least `value`.
+        """Record that the slot at a byte offset is in use until each rank in `ranks` has set its flag to `value`.
 
-        `slot` is the byte offset of the slot in the window. Offset 0 stands for all key and value slots.
+        Offset 0 stands for all key and value slots.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
@@ -137,10 +136,7 @@ class KVWindows:
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's window at byte offset `start`, and return the byte offset after it.
-
-        From a GPU, the copy is only started.
-        """
+        """Copy a tensor into this rank's window at byte offset `start`, or start to. Returns the offset after it."""
         stop = start + tensor.nbytes
         window = self._memory.tensor[start:stop]
         if self._device is None:
@@ -160,8 +156,7 @@ class KVWindows:
         """Read keys and values, or their gradients, from the window of `rank` at byte offset `start`. One-sided.
 
         The result has the device, dtypes and shapes of `template`, except for the number of tokens, which is `tokens`.
-        It is a view if this rank maps the window and `template` is on the host. On a GPU, kernels that are enqueued
-        later on the current stream can use it. `what` describes the read in messages.
+        It is a view if this rank maps the window and `template` is on the host.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
@@ -209,8 +204,7 @@ class KVWindows:
     def complete_copies(self) -> None:
         """Wait for the copies from and to a GPU, and start setting the flags that were held back. One-sided.
 
-        Call this after enqueuing kernels that do not depend on other ranks, and before this rank waits for another,
-        which may be waiting for these flags.
+        Call this before this rank waits for another, which may be waiting for these flags.
         """
         self._finish_copies()
         held, self._held_flags = self._held_flags, []

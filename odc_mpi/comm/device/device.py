@@ -1,18 +1,16 @@
 """CUDA device of a rank. This module does not use MPI.
 
-Kernels run asynchronously, in stream order. Another stream or MPI may access a buffer only after the kernels that use
-it have finished, so an event is recorded after these kernels. Waiting for an event releases the GIL and does not spin.
-Copies for fetches and for pushes run on a stream each. No copy or addition synchronizes the whole device.
+Another stream or MPI may access a buffer only after the kernels that use it have finished, so an event is recorded
+after these kernels. Waiting for an event releases the GIL and does not spin. Copies for fetches and for pushes run on a
+stream each. No copy or addition synchronizes the whole device.
 
 Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch through DLPack, because memory
 from the torch allocator may not be exportable to other processes (`expandable_segments`, `cudaMallocAsync`).
-
-Tests replace `Device` with a class that uses host memory and delays copies.
 """
 
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -53,16 +51,15 @@ class Device:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory, `[num_bytes]` uint8.
 
-        The torch allocator assumes that only the computing stream uses this memory. Since copy streams use it as well,
-        do not free it before copies from or to it have completed.
+        Do not free it before copies from or to it have completed: the torch allocator knows the computing stream only.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory that can be passed to MPI, `[num_bytes]` uint8.
 
-        The call is slow and may wait for all kernels on the device, so do not call it in every step. Raises `UserError`
-        if CuPy cannot be imported or the device has too little memory.
+        The call is slow and may wait for all kernels on the device. Raises `UserError` if CuPy cannot be imported or
+        the device has too little memory.
         """
         cupy = _cupy()
         try:
@@ -89,34 +86,29 @@ class Device:
         """Return a handle with which other processes on this node can map `memory`.
 
         `memory` must be a whole allocation from `empty_for_windows`, of a multiple of 2 MiB. Raises `UserError` if the
-        driver refuses or CuPy cannot be imported.
+        driver refuses.
         """
-        cupy = _cupy()
-        try:
-            handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(memory.data_ptr())
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(
-                f"windows on {self.torch_device}: CUDA cannot export them ({error}): set comm.window_device to cpu"
-            ) from None
-        return handle
+        return self._share("export them", lambda runtime: runtime.ipcGetMemHandle(memory.data_ptr()))
 
     def map(self, handle: bytes, num_bytes: int) -> torch.Tensor:
         """Map memory of another process on this node, whose `export` returned `handle`, as `[num_bytes]` uint8.
 
-        The memory may be on another GPU that this GPU can access. Call `unmap` before the other process frees the
-        memory. Raises `UserError` if the driver refuses or CuPy cannot be imported.
+        Call `unmap` before the other process frees the memory. Raises `UserError` if the driver refuses.
         """
         cupy = _cupy()
         self.set_current()
-        try:
-            address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UserError(
-                f"windows on {self.torch_device}: CUDA cannot map the memory of another rank ({error}): set "
-                "comm.window_device to cpu"
-            ) from None
+        address = self._share("map the memory of another rank", lambda runtime: runtime.ipcOpenMemHandle(handle))
         memory = cupy.cuda.UnownedMemory(address, num_bytes, None, self.torch_device.index)
         return torch.from_dlpack(cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
+
+    def _share(self, what: str, call: Callable[[Any], T]) -> T:
+        runtime = _cupy().cuda.runtime
+        try:
+            return call(runtime)
+        except runtime.CUDARuntimeError as error:
+            raise UserError(
+                f"windows on {self.torch_device}: CUDA cannot {what} ({error}): set comm.window_device to cpu"
+            ) from None
 
     def unmap(self, memory: torch.Tensor) -> None:
         """Undo `map`. All copies and kernels that use the memory must have completed."""
@@ -124,12 +116,8 @@ class Device:
         _cupy().cuda.runtime.ipcCloseMemHandle(memory.data_ptr())
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
-
-        The memory is freed once no tensor references it. PyTorch's pinned-memory allocator is not used, because it
-        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin enough
-        memory.
-        """
+        """Return pinned host memory, `[num_bytes]` uint8. Raises `UserError` if the driver cannot pin enough memory."""
+        # PyTorch's pinned-memory allocator rounds sizes up to powers of two and caches freed memory.
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
         if not self.register(memory):
@@ -141,10 +129,7 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin existing host memory, and return True on success. This is slow, because the driver pins every page.
-
-        If the result is True, call `unregister` before freeing the memory.
-        """
+        """Pin host memory, which is slow. If the result is True, call `unregister` before freeing the memory."""
         self.set_current()
         if memory.numel() == 0:
             return True
@@ -177,7 +162,7 @@ class Device:
         return _record(stream)
 
     def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start copying pinned host memory to new device memory. The current stream waits for the copy.
+        """Start copying pinned host memory to new device memory, for which the current stream waits.
 
         Do not modify `source` before the returned event has completed.
         """
@@ -205,11 +190,10 @@ class Device:
         _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
-        """Start adding tensors to a shard, in order. Thread-safe.
+        """Start adding tensors of the same dtype to a shard, in order. Thread-safe.
 
-        `slots` contains pairs of an offset in the shard and a tensor of the same dtype. All earlier kernels that use
-        the shard and all copies that fill the tensors must have finished. Do not modify the tensors before the returned
-        event has completed. Additions complete in the order of the calls.
+        All earlier kernels that use the shard and all copies that fill the tensors must have finished. Do not modify
+        the tensors before the returned event has completed.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)

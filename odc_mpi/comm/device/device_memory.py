@@ -45,10 +45,7 @@ def device_shard_bytes(
 
 
 def fit_objection(world: World, device: Device, shard_bytes: int) -> str | None:
-    """Return the reason that shards of `shard_bytes` do not fit into a rank's GPU, or None if all fit. Collective.
-
-    The result is the same on all ranks.
-    """
+    """Return the reason that the shards of any rank do not fit into its GPU, or None. Collective."""
     free, num_ranks = free_device_bytes(world, device)
     available = int(MAX_SHARDS_SHARE * free) // num_ranks
     for rank, (needed, granted) in enumerate(world.gather_objects((shard_bytes, available))):

@@ -3,9 +3,7 @@
 The windows (`comm.windows.device_window`) are those of MPI, or memory that the ranks of a node map, which is copied
 without MPI.
 
-This package copies no parameters or gradients through the host. A fetch reads from the owners' devices into a buffer on
-this rank's device, and a push sends from such a buffer. MPI and CUDA do not synchronize with each other, so the stores
-synchronize them:
+MPI and CUDA do not synchronize with each other, so the stores synchronize them:
 
     fetch                  wait for the kernels that read the buffer's old content; MPI_Get from the other owners,
                            overlapped with copies of mapped shards on a separate stream; flush. The stream that uses the
@@ -93,7 +91,6 @@ class DeviceParameters(WindowParameters):
         return copied
 
     def _copy_mapped(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event | None:
-        """Start copying the mapped shards of an array, and return the event of the last copy, if there is any."""
         data, event = buffer.view(torch.uint8), None
         for owner, start, stop in self.fetch_plan(index).mapped:
             event = self._device.copy(data[start:stop], self.mapped_bytes(index, owner)[: stop - start], wait_for)

@@ -1,16 +1,14 @@
 """Stores for a single rank with a GPU. Shards are full arrays in device memory, and nothing is communicated.
 
-A fetch returns a view of the array. Gradients are added to the array of their sums on the current stream, instead of
-being pushed. The synchronization points require no action, because in stream order, the optimizer runs after the
-backward pass and before the next forward pass.
+A fetch returns a view of the array. Gradients are added to their sums on the current stream, in whose order the
+optimizer runs after the backward pass and before the next forward pass.
 """
 
 import torch
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device, zeros
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
 

@@ -9,13 +9,10 @@ Each store wraps an inner store with shards in host memory, and uses pinned memo
 The windows are registered with the CUDA driver, so that fetches and an optimizer on the device can copy from them
 directly. If the driver refuses, the CPU first copies the shards into pinned memory.
 
-The host does not wait for each copy to the device: the stream that uses a fetched array does. The host waits only to
-reuse pinned buffers, and before this rank reports its gradients as complete, because owners may then write to the
-windows. If all fetches return views of registered windows (on one node, with zero-copy), the computing thread enqueues
-the copies itself. Each copy waits for an event that the computing thread has recorded, so no buffer is overwritten
-while earlier kernels read it, and no gradient is copied before it is computed.
-
-The device holds only the units in use, so a model's shards may be larger than device memory.
+The stream that uses a fetched array waits for the copies to the device. The host waits only to reuse pinned buffers,
+and before this rank reports its gradients as complete, because owners may then write to the windows. Each copy waits
+for an event that the computing thread has recorded, so no buffer is overwritten while earlier kernels read it, and no
+gradient is copied before it is computed.
 """
 
 import threading
@@ -30,8 +27,7 @@ from odc_mpi.comm.buffers import BufferPool, copy_host
 from odc_mpi.comm.device.device import BufferDict, Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.work import FetchWork, Work
@@ -41,7 +37,7 @@ MAX_COPIES = 2
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated first."""
+    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated before it."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
@@ -89,12 +85,7 @@ class PinnedMemory(ShardStorage):
 
 
 class StagedParameters(ParameterStore):
-    """Parameter store that copies arrays from host memory, where the store `inner` provides them, to a device.
-
-    Args:
-        inner: Store with shards in host memory.
-        pinned: Pinned memory, whose `storages` must include the storage of `inner`.
-    """
+    """Parameter store that copies arrays from the store `inner`, in host memory, to a device."""
 
     def __init__(self, inner: WindowParameters | NodeCache, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner.dtype, BufferPool(device.empty))
@@ -165,7 +156,6 @@ class StagedParameters(ParameterStore):
         return copied
 
     def _copy(self, target: torch.Tensor, view: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
-        """Start copying a view of a window to the device, through pinned memory if the driver has not registered it."""
         if self._pinned.is_pinned(view):
             return self._device.copy(target, view, wait_for)
         pinned = self._pinned.pool.acquire(view.numel(), view.dtype)

@@ -7,9 +7,7 @@
     complete      make the sums over all islands available to the owners, and zero those of the island
     publish       each owner Puts its new parameters, the first time also frozen ones, into the shards of other islands
 
-The result is the same as with sharding over all ranks, up to the order of the sums. Whatever is cached within an
-island, a rank pushes the parts of its gradient shards that other islands own, and receives the parts of its parameter
-shards that they own, only once per minibatch.
+The result is the same as with sharding over all ranks, up to the order of the sums.
 """
 
 from collections import Counter
@@ -26,7 +24,7 @@ from typing_extensions import override
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
-from odc_mpi.comm.shard_storage import ShardStorage
+from odc_mpi.comm.transport import ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, messages
 from odc_mpi.comm.work import Work
@@ -37,8 +35,7 @@ from odc_mpi.runtime.world import World
 class IslandExchange(ShardStorage):
     """Component of a transport that exchanges gradients and parameters between islands.
 
-    `parameters` and `gradients` hold this rank's shards of the island's arrays. The ranks in this rank's column (see
-    `Islands`) hold the same shards, and each of them owns an equal part of every shard.
+    The ranks in this rank's column (see `Islands`) hold the same shards, and each owns an equal part of every shard.
 
     Args:
         parameters: The island's parameter store, in host memory.
@@ -134,7 +131,6 @@ class IslandExchange(ShardStorage):
         self._unfinished, self._unpushed = set(self.trainable_numels), set(self.trainable_numels)
 
     def _finish(self, indices: set[int]) -> None:
-        """Complete the pushes of some arrays, announce this, and push the arrays that are now complete. One-sided."""
         if indices:
             first, last = min(indices), max(indices)
             increments = np.zeros(last + 1 - first, dtype=np.int64)
@@ -191,7 +187,6 @@ class IslandExchange(ShardStorage):
         self._sums.free()
 
     def _column_layout(self, layout: FlatLayout) -> FlatLayout:
-        """Return the layout of this rank's shard of an array, which is divided among the ranks in the column."""
         start, stop = layout.owned(self._islands.island.rank)
         numel, size = stop - start, self._islands.size
         return replace(layout, ranges=(), numel=numel, num_owners=size, shard_numel=layout.shard_numel // size)

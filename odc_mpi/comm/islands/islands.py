@@ -5,9 +5,9 @@
                   |        |        |
                column   column   column
 
-The ranks in an island divide all parameters, and the sums of the island's gradients, among themselves. All ranks in a
-column store the same part. In the mode "hybrid", each of them owns an equal share of this part, which it updates for
-all islands. In the mode "outer", each updates the whole part, of its own island's model.
+The ranks in an island divide all parameters and gradients among themselves, so all ranks in a column store the same
+part. In the mode "hybrid", each of them updates an equal share of this part for all islands. In the mode "outer", each
+updates the part of its own island's model.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,12 @@ from odc_mpi.runtime.world import World
 class Islands:
     """Division of a world into islands. Construction is collective.
 
-    The model that is sharded over the islands closes them. Each model needs its own islands.
+    Each model needs its own islands, which it closes.
 
     Args:
         world: World to divide. Closing it also closes the worlds of the island and the column.
         by: Number of ranks per island, "node" for one island per node, or "off" for a single island.
-        mode: "hybrid" if the islands train one model together, in every minibatch, or "outer" if each of them trains
-            a model of its own, which an `OuterLoop` synchronizes.
+        mode: "hybrid" if the islands train one model, or "outer" if an `OuterLoop` synchronizes a model of each.
 
     Raises:
         AllRanksUserError: The world cannot be divided into islands of equal size with consecutive ranks.

@@ -19,10 +19,7 @@ _MAX_PIECES, _MIN_PIECE_UNITS = 64, 1024
 
 
 class OuterExchange:
-    """All-gathers within this rank's column of `islands`, and within `world`. Construction is collective.
-
-    After `start`, call `wait` before the next `start`.
-    """
+    """All-gathers within this rank's column of `islands`, and within `world`. Construction is collective."""
 
     def __init__(self, world: World, islands: Islands) -> None:
         self._world, self._islands = world, islands
@@ -71,10 +68,7 @@ class OuterExchange:
         return gathered
 
     def close(self) -> None:
-        """Wait for a message in flight, and free the communicator. Collective. Idempotent.
-
-        Call this before the islands are closed.
-        """
+        """Wait for a message in flight, and free the communicator. Collective. Call this before closing the islands."""
         if self._is_open:
             self._is_open = False
             if self._requests:

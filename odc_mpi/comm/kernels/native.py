@@ -5,14 +5,11 @@
 
 Each function launches a kernel if the target is a float32 or float64 tensor on an NVIDIA GPU, CuPy is installed, and
 `ODC_MPI_KERNELS` is not "off". Otherwise it calls torch operators. The results are bitwise identical, except for the
-bits of a NaN, but a kernel makes a single pass over the data where torch operators make several. CuPy compiles a kernel
-with NVRTC on first use. Later processes load it from CuPy's disk cache, `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`.
+bits of a NaN, but a kernel makes a single pass over the data. CuPy compiles a kernel with NVRTC on first use. Later
+processes load it from CuPy's disk cache, `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`.
 
-Note: streams
-    A kernel is launched on torch's current stream for the device of the tensors, so the same rules apply as for torch
-    operators: the caller synchronizes with other streams, and the torch allocator may reuse memory as after any
-    operator. All arguments except the tensors are passed by value at launch. The caller therefore need not keep them
-    until the kernel has run, nothing is copied to the GPU separately, and the CPU does not wait.
+Kernels are launched on torch's current stream, as torch operators are. All arguments except the tensors are passed by
+value, so nothing is copied to the GPU separately, and the CPU does not wait.
 """
 
 import functools
@@ -61,23 +58,15 @@ BLOCKS_PER_MULTIPROCESSOR = 32
 def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tensor | None = None) -> torch.Tensor:
     """Copy tensors into a flat array and return the largest magnitude. Elements not covered by a tensor become zero.
 
-    Asynchronous on a GPU: kernels enqueued later on the same stream can use the results.
-
     Args:
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
             of offset. The tensors must not overlap in `flat`.
         flat: Contiguous output array `[n]`, which is overwritten completely.
-        largest: Scalar to raise to the largest magnitude and to return, float64, on the same device. None means a new
-            scalar, which takes a launch more.
+        largest: Scalar to raise to the largest magnitude and to return, float64, on the same device, or None.
 
     Returns:
         The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
     """
-    filled = 0
-    for start, tensor in segments:
-        assert filled <= start, "segments overlap or are not sorted"
-        filled = start + tensor.numel()
-    assert filled <= flat.numel(), f"segments end at {filled}, the array at {flat.numel()}"
     if largest is None:
         largest = torch.zeros((), dtype=torch.float64, device=flat.device)
     if _use_torch_fallback(flat):
@@ -114,8 +103,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
     Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so the
-    result depends only on the order. Elements outside all segments are not accessed. Asynchronous on a GPU: do not
-    modify the segments until the kernels enqueued so far have finished.
+    result depends only on the order. On a GPU, do not modify the segments until the kernels enqueued so far are done.
 
     Args:
         shard: Contiguous array `[n]` to update in place.
@@ -138,11 +126,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Do the same as `add_segments_`, but only with torch operators.
-
-    Each segment is added in one pass, but is first copied if its layout is not strided or if torch would compute the
-    sum in a dtype other than that of the shard.
-    """
+    """Do the same as `add_segments_`, but only with torch operators."""
     for start, tensor in segments:
         dense = _dense(tensor)
         # The addition itself casts narrower dtypes, without a copy.
@@ -168,10 +152,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory `src` of the CUDA sources, which an installed package contains; in a checkout it is beside.
-
-    Raises FileNotFoundError if there is neither.
-    """
+    """Return the directory `src` of the CUDA sources: in an installed package, or beside it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():
@@ -196,7 +177,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a strided, contiguous tensor that a kernel can read, usually the tensor itself."""
     # Checked first, because with many small gradients, calling the operators below takes longer than the kernel.
     is_readable = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
     if is_readable and tensor.dtype in TYPES and tensor.device == target.device:
@@ -241,7 +221,6 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
 
 
 def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    """Return a context manager that makes a device current. To save time, it does nothing if the device already is."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
     guard = ExitStack()
@@ -253,7 +232,6 @@ def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextMana
 
 @functools.cache
 def _stream(address: int) -> Any:
-    """Return the CuPy object for a stream. The cache stays small: torch has few streams and never destroys them."""
     cupy = _cupy()
     assert cupy is not None
     return cupy.cuda.Stream.from_external(_Stream(address))

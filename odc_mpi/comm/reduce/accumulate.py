@@ -1,11 +1,4 @@
-"""Window-based gradient stores: the base class, and the store that uses MPI_Accumulate.
-
-    push       during a minibatch, start adding a gradient to its owners' shards. One-sided
-    flush      before ranks synchronize, complete all pushes of this rank at their targets. One-sided
-    complete   after all ranks have flushed and synchronized, make the sums available in the shards
-
-The store in `comm.reduce.mailbox` does not use MPI_Accumulate. There, the owners add the gradients.
-"""
+"""Base class of gradient stores in MPI windows, and the store that uses MPI_Accumulate."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,9 +7,8 @@ from itertools import accumulate
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import GradientStore
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.transport import GradientStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
     Message,
     Window,
@@ -28,7 +20,7 @@ from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
-#: Maximum number of windows, and thus of ranks on a node that can add concurrently. More have not been measured.
+#: Maximum number of windows, and thus of ranks on a node that can add concurrently.
 MAX_WINDOWS = 4
 #: Maximum number of plans that a store caches. Few distinct ranges are pushed. A plan for 1000 owners takes 0.3 MB.
 MAX_PLANS = 256
@@ -126,7 +118,6 @@ class AccumulateGradientStore(WindowGradientStore):
             self._windows.pop().free()
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> tuple[tuple[int, ...], dict[int, list[Message]]]:
-        """Return the owners of a range of elements, and the messages to them by window number."""
         by_window: dict[int, list[Message]] = {}
         ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, start, stop))
         for owner, begin, end in ranges:

@@ -1,9 +1,5 @@
 """Shards and mailbox slots on a device. Elements are in device memory, headers in host memory.
 
-    put     Put the elements into the window on the owner's device, or copy them there if this rank maps it
-    flush   complete the Puts or copies at the owner
-    add     on the owner, the device adds the elements in the order of the headers
-
 `add` returns after the device has finished, so no slot is overwritten while the device reads it. The caller of `put`
 must have waited for the kernels that compute the elements.
 """

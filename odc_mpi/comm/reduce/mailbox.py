@@ -18,9 +18,8 @@ Two 64-bit counters never decrease:
     complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
 Except in `flush`, each side polls only its own memory. An origin that waits for room adds the slots in its own inbox,
-so two ranks with full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private
-memory. One pass over the inbox adds slots in the order of rings and ranks, and slots of the same rank in the order of
-pushes.
+so two ranks with full rings for each other do not deadlock. One pass over the inbox adds slots in the order of rings
+and ranks, and slots of the same rank in the order of pushes.
 
 Note: torn counters
     All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that
@@ -43,11 +42,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
 from odc_mpi.comm.reduce.accumulate import MAX_PLANS, WindowGradientStore
 from odc_mpi.comm.reduce.rings import SLOTS_PER_RING, PendingPush, ReservedSlots, Rings
 from odc_mpi.comm.reduce.slots import HostSlots, Slot, to_messages
-from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.windows.rma import Message, Window, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
@@ -65,13 +63,11 @@ COUNTER_BYTES = 8
 class MailboxGradientStore(WindowGradientStore):
     """Gradient store that pushes gradients with MPI_Put into slots in the inboxes of the owners.
 
-    An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe, or `complete`. Only
-    one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
+    Only one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
     Args:
         mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. Headers
             take up to 4 KiB for each other rank in addition.
-        slots: Function that creates the shards and slots, in host memory or on a device (`comm.reduce.device_slots`).
     """
 
     def __init__(
@@ -104,8 +100,8 @@ class MailboxGradientStore(WindowGradientStore):
         self._unflushed: list[int] = []
         self._drain_lock = threading.Lock()
 
+    @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Divide `mailbox_bytes` among the rings. Raises `UserError` if `mailbox_bytes` is too small."""
         super().plan(layouts)
         self._rings.plan(self._mailbox_bytes, self.trainable_numels.values())
         # The inbox begins with the heads of all origins, and the headers of their slots.
@@ -194,7 +190,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._inbox.free()
 
     def _wait(self, push: PendingPush) -> None:
-        """Wait until a push is in the rings of its owners, and add received slots while waiting. One-sided."""
+        """Wait until a push is in the rings of its owners. One-sided."""
         while push.numels.any():
             owner = int(push.owners[push.numels > 0][0])
             what = f"waiting for room to push the gradient of unit {push.name}"
@@ -240,13 +236,11 @@ class MailboxGradientStore(WindowGradientStore):
         return True
 
     def _confirm_heads(self) -> None:
-        """Wait until the memory of every owner contains the head that was sent. Call after a flush."""
         while (late := np.flatnonzero(self._confirmed != self._outgoing_heads)).size:
             self._inbox.get_messages(self._confirmed, self._counters_of(late))
             self._inbox.flush()
 
     def _put(self, slots: ReservedSlots) -> None:
-        """Start to Put headers and elements of slots. One-sided."""
         values, owners, places, headers, firsts = slots
         starts = self._counters_bytes + self.world.rank * self._table_bytes + places * HEADER_BYTES
         sizes = np.full_like(owners, HEADER_BYTES)
@@ -326,7 +320,7 @@ class _PushPlan(NamedTuple):
     Attributes:
         ranks: Owners of the range, except for this rank.
         parts: Initial `owners`, `starts`, `firsts` and `numels` of a `PendingPush`, int64 `[4, n]`.
-        own: Start in this rank's shard, and the part of the range that this rank owns. Empty if it owns no part.
+        own: Start in this rank's shard, and the part of the range, if this rank owns any.
     """
 
     ranks: tuple[int, ...]

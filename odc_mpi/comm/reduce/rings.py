@@ -2,11 +2,8 @@
 
 A ring is memory of an owner that its senders fill in a cycle. The ranks of a node share one ring at each owner, so the
 size of a ring depends on the number of nodes and not on the number of ranks. If all ranks are on one node, or if every
-node has one rank, each rank has its own ring at each owner, and reservations need no lock.
-
-Ranks of a node reserve room with memory that the node shares: the ends of the reserved parts of its rings at all
-owners, and a lock, which is taken by MPI_Compare_and_swap. A rank holds the lock while it determines which slots fit,
-not while it communicates.
+node has one rank, each rank has its own ring at each owner, and reservations need no lock. Otherwise, memory that the
+node shares contains the ends of the reserved parts of its rings at all owners, and a lock.
 
 Note: no deadlock
     A rank reserves only room that is already free, and then waits for its own Puts only. Each reserved slot is
@@ -39,7 +36,7 @@ MAX_SLOTS = 128
 
 @dataclass
 class PendingPush:
-    """Gradient with elements that are not yet in the rings. It is referenced until all elements are in the rings.
+    """Gradient with elements that are not yet in the rings.
 
     Attributes:
         values: Memory of `gradient` that can be passed to MPI.
@@ -62,7 +59,6 @@ class ReservedSlots(NamedTuple):
     """Slots for elements of a push, one in a ring of each owner.
 
     Attributes:
-        values: Memory of the gradient.
         places: Places of the headers in this rank's tables at the owners, int64 `[n]`.
         headers: Headers, int64 `[n, 4]`: array, first element in the owner's shard, numel, position in the ring.
         firsts: Index in `values` of the first element of each slot, int64 `[n]`.
@@ -99,8 +95,7 @@ class Rings:
     def plan(self, mailbox_bytes: int, numels: Collection[int]) -> None:
         """Divide `mailbox_bytes` among the rings. Raises `UserError` if it is too small.
 
-        Args:
-            numels: Number of elements of a rank's shard of each trainable array.
+        `numels` are the numbers of elements of a rank's shard of each trainable array.
         """
         smallest = SLOTS_PER_RING * ALIGNMENT
         if mailbox_bytes < max(1, self.count * smallest):
@@ -143,16 +138,13 @@ class Rings:
                 self.origins[self.of_origin[origin]].append(origin)
 
     def has_room(self, push: PendingPush, tails: np.ndarray) -> bool:
-        """Return True if a push may find room, which another rank may take meanwhile. Does not communicate.
-
-        `tails` are positions at the owners before which slots may be overwritten, int64 `[size]`.
-        """
+        """Return True if a push may find room before the `tails` of its owners, int64 `[size]`."""
         return self._next_slots(push, tails, np.zeros_like(tails, dtype=np.bool_)) is not None
 
     def reserve(self, push: PendingPush, tails: np.ndarray, waiting: np.ndarray) -> ReservedSlots | None:
         """Reserve the next slot of a push in each ring that has room, unless its owner is `waiting`. None if none has.
 
-        The caller holds the `lock`. Does not communicate.
+        The caller holds the `lock`.
         """
         slots = self._next_slots(push, tails, waiting)
         if slots is None:

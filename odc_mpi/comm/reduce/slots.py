@@ -1,7 +1,7 @@
 """Shards and mailbox slots in host memory, and the addition of slots to shards.
 
-A slot is a part of a received gradient: elements in a ring in the inbox of the owner, or in device memory with
-`comm.reduce.device_slots`, and a header in the inbox. `comm.reduce.mailbox` determines when a rank may write to a slot.
+A slot is a part of a received gradient: elements in a ring, and a header in the inbox. `comm.reduce.mailbox` determines
+when a rank may write to a slot.
 """
 
 import threading
@@ -16,12 +16,7 @@ from odc_mpi.runtime.world import World
 
 
 class Slot(NamedTuple):
-    """Received slot.
-
-    Attributes:
-        start: Index of the first element in the shard of this rank.
-        offset: Offset of the first element in the rings, in bytes.
-    """
+    """Received slot, from element `start` of this rank's shard on, at byte `offset` in the rings."""
 
     array: int
     start: int
@@ -44,7 +39,7 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def allocate(self, inbox: Window, rings_start: int, rings_bytes: int, numels: Mapping[int, int]) -> None:
-        """Allocate the shards, and the rings if they are not in the inbox. Collective. Call it only once.
+        """Allocate the shards, and the rings if they are not in the inbox. Collective.
 
         Args:
             inbox: Window that contains the headers, and the rings from byte `rings_start` on.
@@ -56,7 +51,7 @@ class HostSlots:
         self._sums = {index: shard.numpy() for index, shard in self.shards.items()}
 
     def values(self, gradient: torch.Tensor) -> Memory:
-        """Return the memory of a gradient as a buffer that can be passed to `put`."""
+        """Return the memory of a gradient for `put`."""
         return gradient.numpy()
 
     def put(
@@ -66,7 +61,7 @@ class HostSlots:
 
         Args:
             offsets: Offsets of the slots in the rings of their owners, in bytes, int64 `[n]`.
-            values: Elements of the slots, as returned by the method `values`. Do not modify them before the flush.
+            values: Elements of the slots, not to be modified before the flush.
             firsts: Index in `values` of the first element of each slot, int64 `[n]`.
         """
         itemsize = self.dtype.itemsize
@@ -83,7 +78,7 @@ class HostSlots:
             self._add(index, start, values.view(self._sums[index].dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Add this rank's part of a gradient to its shard, from element `start` on. Then `values` may be reused."""
+        """Add this rank's part of a gradient to its shard, from element `start` on."""
         self._add(index, start, values.numpy())
 
     def free(self) -> None:

@@ -1,7 +1,5 @@
 """Cache of parameters in memory shared by the ranks on a node. A node fetches each array once per publication.
 
-Frozen arrays do not change after their first publication, so a node fetches them only once after it.
-
 Each array has a word in shared memory: the parameter version, the fetching rank, and whether its fetch is complete.
 
     claim    the first rank that needs an array sets its word by compare-and-swap and fetches the array
@@ -9,16 +7,14 @@ Each array has a word in shared memory: the parameter version, the fetching rank
     publish  each publication increments the version on every rank; a word with an earlier version counts as unclaimed.
              For frozen arrays, the version stays that of the first publication
 
-Ranks need no other coordination, because parameters do not change between publications.
-
 Note: no stale read
     A rank overwrites an array only after claiming it for the current version, and thus after a barrier that ranks enter
     only once they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
 
 Note: no deadlock
-    A rank that holds a claim is fetching a unit: it claims arrays in the unit, starts their transfers, and completes
-    all arrays in the unit in an order that is the same on all ranks. Consider the first array in this order for which a
-    rank waits. The rank that has claimed it waits only for its own transfer, not for another rank on the node.
+    A rank claims the arrays of a unit, starts their transfers, and completes them in an order that is the same on all
+    ranks. Consider the first array in this order for which a rank waits. The rank that has claimed it waits only for
+    its own transfer, not for another rank on the node.
 """
 
 from collections.abc import Sequence
@@ -29,8 +25,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.transport import Access, ParameterStore
+from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import SharedWindow, align_up
 from odc_mpi.comm.work import Work
@@ -43,7 +38,7 @@ _FIRST_PUBLICATION = 2
 class NodeCache(ShardStorage, ParameterStore):
     """Parameter store that uses the store `inner` to fetch arrays into memory shared by the ranks on a node.
 
-    A fetch returns a view of this memory. The transport allocates and frees `inner`, which must be one of its storages.
+    A fetch returns a view of this memory. `inner` must be one of the transport's storages.
     """
 
     access = Access.NODE

@@ -4,7 +4,7 @@ If all ranks are on one node and map each other's shards, the node's memory hold
 a fetch returns a view. Otherwise, each rank's memory holds its shards one after another. A fetch then starts an MPI_Get
 for each shard that this rank does not map, copies the mapped shards in the meantime, and flushes the window. Arrays of
 equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight, of which there is usually
-one, since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
+one, since a single thread prefetches (`shard.prefetch`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,8 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import copy_host
-from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
-from odc_mpi.comm.transport import Access, ParameterStore
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
     CAN_DETACH_STORAGE,
     Message,
@@ -106,10 +105,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         return deferred_flush(self.world, window.flush, what, owners, buffer)
 
     def mapped_bytes(self, index: int, owner: int) -> torch.Tensor:
-        """Return memory of rank `owner` that this rank maps, uint8, from the beginning of its shard of array `index`.
-
-        Other shards of this rank follow. Nothing is copied.
-        """
+        """Return the mapped memory of rank `owner` as uint8, from the beginning of its shard of array `index` on."""
         memory = self._window.mapped_shard(owner)
         assert memory is not None
         return memory[self._starts[index] :]

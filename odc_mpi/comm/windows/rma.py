@@ -7,8 +7,8 @@
 
 A window has a single passive-target epoch, `Lock_all(MODE_NOCHECK)`, from its creation until it is freed (MPI-4.1,
 12.5.3). The memory model must be unified, because each rank accesses its own memory by load and store. With MPICH and
-Open MPI, a Get within a node waits until the target calls MPI if `Win.Create` made the window from host memory.
-`SharedWindow` therefore uses `Win.Create` only for Gets between nodes.
+Open MPI, a Get within a node waits until the target calls MPI if `Win.Create` made the window from host memory, so
+`SharedWindow` uses `Win.Create` only for Gets between nodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +26,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
-#: Flat buffer for an RMA operation: a host array, or a view of device memory that only MPI may access. Both support
-#: slicing and `len`, which returns the number of elements.
+#: Flat buffer for an RMA operation: a host array, or a view of device memory that only MPI may access.
 Memory: TypeAlias = np.ndarray | memoryview
 #: Part of an RMA operation between a buffer and other ranks' windows: the target rank, the first element in its shard,
 #: and a pair `(numel, first element in the buffer)`, as mpi4py expects. All are counted in elements of the window.
@@ -86,16 +85,16 @@ class Window:
         return self.tensor
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start copying rank `target`'s shard, beginning at element `start`, into `buffer`. One-sided.
+        """Start copying rank `target`'s shard, from element `start` on, into `buffer`, a byte buffer. One-sided.
 
-        `buffer` is a byte buffer, whose size determines how much is copied. The copy is complete after `flush`.
+        The copy is complete after `flush`.
         """
         self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start overwriting rank `target`'s shard, beginning at element `start`, with `values`. One-sided.
+        """Start overwriting rank `target`'s shard, from element `start` on, with `values`, a byte buffer. One-sided.
 
-        `values` is a byte buffer. Do not modify it before `flush`, which completes the operation.
+        Do not modify `values` before `flush`, which completes the operation.
         """
         self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
 
@@ -205,16 +204,12 @@ class Window:
     def _make(
         self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
     ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
-        """Allocate the memory and create the window. Collective, within `World.collective`.
-
-        Returns the MPI windows, in the order in which they are freed, and the shards mapped by this rank, by owner.
-        """
+        """Return the MPI windows, in the order in which they are freed, and the mapped shards by owner. Collective."""
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
         tensor = torch.frombuffer(win.tomemory(), dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         return [win], {world.rank: tensor}
 
     def _open_epochs(self, world: World) -> None:
-        """Begin the passive-target epochs. Without unified memory, free the windows and raise `UserError`."""
         models = {memory_model(win) for win in self._wins}
         for win in self._wins:
             if models == {"unified"}:
@@ -282,11 +277,9 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> Work:
-    """Return a handle for operations in flight, whose `wait` method completes them by calling `flush`.
+    """Return a handle for operations in flight on `memory`, whose `wait` method completes them by calling `flush`.
 
-    Args:
-        what: Description of the operations. If the deadline expires, the error message contains it and `owners`.
-        memory: Buffer used by the operations. The handle references it until they are complete, because MPI does not.
+    The handle references `memory` until then, because MPI does not. `what` and `owners` are for error messages.
     """
 
     def complete(_memory: torch.Tensor) -> None:

@@ -30,8 +30,9 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
 
     If an exception leaves the `with` body, `Dataset` rejects the unfinished file. Leaving the body raises an `OSError`
     if the file could not be written, for example because the disk is full. The attributes `num_sequences`,
-    `num_tokens`, `num_trained_tokens` (loss tokens, not counting the first token of each sequence), `longest` (maximum
-    number of tokens in a sequence) and `max_token_id` describe the sequences appended so far.
+    `num_tokens`, `num_trained_tokens` (loss tokens, not counting the first token of each sequence), `num_prompt_tokens`
+    (in pairs), `longest` (maximum number of tokens in a sequence) and `max_token_id` describe the sequences appended so
+    far.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         `tokenizer` and `source` are names for display. `vocabulary` is the `vocabulary_digest` of the tokenizer, or
         empty if unknown. `tokenizer_files` contains the contents of the tokenizer's files to store, keyed by file name.
         """
-        self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
+        self.num_sequences = self.num_tokens = self.num_trained_tokens = self.num_prompt_tokens = 0
+        self.longest = self.max_token_id = 0
         self._attributes: dict[str, int | str] = {}
         self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
         self._stack = ExitStack()
@@ -86,6 +88,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self.num_sequences += 1
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
+        self.num_prompt_tokens += pair.num_prompt_tokens if pair else 0
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)

@@ -29,14 +29,15 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     The number of bytes passed to `on_bytes_read` is approximate. Raises a `UserError` if the file or a value cannot be
     read, or if pyarrow is missing.
     """
-    pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
     with _opened(path) as file:
+        from pyarrow.types import is_temporal
+
         total = max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
             numbers = list(range(done + 1, done + batch.num_rows + 1))
             # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
-            no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
+            no_times = [i for i, field in enumerate(batch.schema) if not is_temporal(field.type)]
             try:
                 rows = [_without_nulls(row) for row in batch.select(no_times).to_pylist()]
             except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
@@ -56,7 +57,13 @@ def count_rows(path: Path) -> int:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file, and convert read errors in the `with` body to a `UserError` that contains the path."""
-    pyarrow = _library(str(path))
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"reading {str(path)!r} requires the package pyarrow: pip install 'odc_mpi[parquet]'"
+        ) from error
     try:
         # ParquetFile itself opens only files whose names are UTF-8.
         with (
@@ -66,15 +73,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read ({one_line_message(error)}); the file may be truncated") from error
-
-
-def _library(name: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"reading {name!r} requires the package pyarrow: pip install 'odc_mpi[parquet]'") from error
-    return pyarrow
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -59,9 +59,9 @@ class Block:
     numbers: list[int]
     values: list[Any]
 
-    def select(self, is_used: Callable[[], bool]) -> "Block":
-        """Return the records for which `is_used`, which is called once for each record, returns True."""
-        chosen = [i for i in range(len(self.values)) if is_used()]
+    def select(self, selection: Iterator[bool]) -> "Block":
+        """Return the records for which `selection` yields True."""
+        chosen = [i for i in range(len(self.values)) if next(selection)]
         return Block(self.name, self.unit, [self.numbers[i] for i in chosen], [self.values[i] for i in chosen])
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.errors import UserError
@@ -48,11 +48,8 @@ _SHOWN_CHARS = 30  # of invalid text
 _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bracket must not load the complete file
 
 
-class _Format(NamedTuple):
-    """Format of a file: the unit of its items, and a function that yields the number, value and size of each item."""
-
-    unit: str
-    find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
+#: Number, value and size in characters of each item in a file.
+_Items = Iterator[tuple[int, Any, int]]
 
 
 def bare_suffix(path: Path) -> str:
@@ -67,15 +64,15 @@ def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     otherwise. If the name also ends in .gz or .zst, the file is decompressed. For `on_bytes_read`, see
     `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
-    format_, items = _open(path, on_bytes_read)
-    block, num_chars = Block(str(path), format_.unit, [], []), 0
+    unit, items = _open(path, on_bytes_read)
+    block, num_chars = Block(str(path), unit, [], []), 0
     for number, value, size in items:
         block.numbers.append(number)
         block.values.append(value)
         num_chars += size
         if num_chars >= _BLOCK_CHARS or len(block.values) >= _BLOCK_RECORDS:
             yield block
-            block, num_chars = Block(str(path), format_.unit, [], []), 0
+            block, num_chars = Block(str(path), unit, [], []), 0
     if block.values:
         yield block
 
@@ -95,15 +92,19 @@ def is_array(path: Path) -> bool:
     return begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[_Format, Iterator[tuple[int, Any, int]]]:
+def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[str, _Items]:
+    """Return the unit of a file's items, and the items."""
+    unit, find_items = "line", _lines
     if delimiter := _DELIMITERS.get(bare_suffix(path)):
-        format_ = _Format("line", partial(_rows, delimiter=delimiter))
-    else:
-        format_ = _ARRAY if is_array(path) else _LINES
-    return format_, _read_items(path, format_, on_bytes_read)
+        find_items = partial(_rows, delimiter=delimiter)
+    elif is_array(path):
+        unit, find_items = "element", _elements
+    return unit, _read_items(path, unit, find_items, on_bytes_read)
 
 
-def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Any, int]]:
+def _read_items(
+    path: Path, unit: str, find_items: Callable[[Any], _Items], on_bytes_read: Callable[[int], None]
+) -> _Items:
     number = position = 0
     errors: tuple[type[Exception], ...] = (*_decompression_errors(), csv.Error, ValueError, RecursionError)
     try:
@@ -111,10 +112,10 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
             stream = _decompress(file, path)
             if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise UserError(f"{path}: expected UTF-8, got UTF-16: convert it with iconv -f UTF-16 -t UTF-8")
-            if format_ is not _LINES:
+            if find_items is not _lines:
                 # Bytes that are not UTF-8 become surrogates, which `parse_example` rejects in the affected record.
                 stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
-            for index, (number, value, num_chars) in enumerate(format_.find_items(stream), start=1):
+            for index, (number, value, num_chars) in enumerate(find_items(stream), start=1):
                 if index % _REPORTED_RECORDS == 0:
                     on_bytes_read(file.tell() - position)
                     position = file.tell()
@@ -123,7 +124,7 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
     except UserError:  # is a ValueError
         raise
     except errors as error:
-        raise _error(path, f"{format_.unit} {number + 1}", error) from error
+        raise _error(path, f"{unit} {number + 1}", error) from error
 
 
 def _decompress(file: BinaryIO, path: Path) -> Any:
@@ -147,7 +148,7 @@ def _error(path: Path, place: str, error: Exception) -> UserError:
     return UserError(f"{path}, {place}: cannot be read ({error}); the file may be damaged, or in another format")
 
 
-def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
+def _lines(stream: Any) -> _Items:
     for number, line in enumerate(stream, start=1):
         if number == 1:
             # Some editors on Windows begin files with a byte order mark.
@@ -156,7 +157,7 @@ def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
             yield number, line, len(line)
 
 
-def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
+def _rows(stream: TextIO, delimiter: str) -> _Items:
     """Yield each row of a table, with the number of its first line. The first row contains the column names."""
     csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -179,7 +180,7 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
             yield number, InvalidRecordError(f"expected {len(names)} columns as in the first line, got {len(row)}"), 0
 
 
-def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
+def _elements(stream: TextIO) -> _Items:
     """Yield each element of a JSON array. Invalid text up to the next element is replaced by an error."""
     array = _JsonArray(stream)
     for number in itertools.count(1):
@@ -285,7 +286,3 @@ class _JsonArray:
                 raise
             if end < len(self._text) or not self._extend():  # more digits of a number may follow
                 return value, min(end, len(self._text))
-
-
-_LINES = _Format("line", _lines)
-_ARRAY = _Format("element", _elements)

@@ -58,16 +58,12 @@ class LogitTransform:
             values = dict(zip(_PROBES, found.double().flatten().tolist(), strict=True))
         except Exception:  # such a forward raises exceptions of many kinds
             return None
-        candidates = [cls(values[1.0]), *cls._capped(values)]
-        same = (each for each in candidates if torch.allclose(each(probes), found.float(), rtol=1e-5, atol=0))
-        return next((transform for transform in same if transform.scale > 0), None)
-
-    @classmethod
-    def _capped(cls, values: Mapping[float, float]) -> Iterator["LogitTransform"]:
-        cap = values[1e6]  # tanh is 1 there
+        candidates, cap = [cls(values[1.0])], values[1e6]  # tanh is 1 there
         if abs(values[1.0]) < cap:
             scale = cap * atanh(values[1.0] / cap)
-            yield cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap)
+            candidates.append(cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap))
+        same = (each for each in candidates if torch.allclose(each(probes), found.float(), rtol=1e-5, atol=0))
+        return next((transform for transform in same if transform.scale > 0), None)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Text models of multimodal (composite) models. The parameters of vision and audio towers are not read."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,12 +48,6 @@ def text_model_type(config: transformers.PreTrainedConfig) -> str:
     """Return the `model_type` of the causal language model for the text part of a multimodal configuration."""
     kind: str = config.get_text_config().model_type
     return str(_EQUIVALENT.get(kind, {}).get("model_type", kind))
-
-
-def is_composite(path: Path) -> bool:
-    """Return True if the model in a directory is multimodal."""
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    return config.get_text_config() is not config
 
 
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:

@@ -72,8 +72,14 @@ class RandomInitWeights(HashedWeights):
         model_name = name  # of the innermost model, as transformers initializes its modules
         while not isinstance(model := self._modules[model_name], transformers.PreTrainedModel):
             model_name = model_name.rpartition(".")[0]
-        module._parameters = {k: _nan_like(p) for k, p in module._parameters.items()}
-        module._buffers = {k: _real(b) for k, b in module._buffers.items()}
+        module._parameters = {
+            key: None if parameter is None else nn.Parameter(_undefined(parameter), parameter.requires_grad)
+            for key, parameter in module._parameters.items()
+        }
+        module._buffers = {
+            key: _undefined(buffer) if buffer is not None and buffer.is_meta else buffer
+            for key, buffer in module._buffers.items()
+        }
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             # Weights are initialized on the CPU. `torch.manual_seed` would record a traceback for each device type.
@@ -88,14 +94,6 @@ def uninitialized_buffers(module: nn.Module) -> list[str]:
     return [name for name, buffer in buffers if buffer.isnan().any()]
 
 
-def _nan_like(parameter: nn.Parameter | None) -> nn.Parameter | None:
-    if parameter is None:
-        return None
-    return nn.Parameter(torch.full(parameter.shape, float("nan")), requires_grad=parameter.requires_grad)
-
-
-def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    if buffer is None or not buffer.is_meta:
-        return buffer
-    # NaN remains where `_init_weights` does not initialize a buffer.
-    return torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device="cpu")
+def _undefined(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in host memory. NaN remains where `_init_weights` does not initialize its elements."""
+    return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0, device="cpu")

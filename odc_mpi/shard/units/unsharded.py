@@ -57,7 +57,7 @@ class UnshardedUnits:
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         needs_thread = self._prefetch and not parameters.enqueues_only
         self._thread = CommunicationThread("odc_mpi-fetch") if needs_thread else None
-        self._predictor: PrefetchPredictor[Unit] = PrefetchPredictor()
+        self._predictor = PrefetchPredictor()
         # Units that are unsharded or being fetched, ordered by last use or start of the prefetch, oldest first.
         self._held: dict[Unit, None] = {}
         self._latest: Unit | None = None

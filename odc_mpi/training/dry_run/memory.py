@@ -1,8 +1,7 @@
 """Estimate of the memory that a rank needs, by purpose. Nothing is allocated, so the model need not fit in memory.
 
-The shards are those of a real run. Activations are measured: the model runs the forward pass of a few tokens on the
-meta device, and the sizes of the tensors that autograd saves are added up. If the model cannot run on the meta device,
-a formula is used instead. Attention scores are counted only for eager attention and soft caps.
+Activations are the tensors that autograd saves in a forward pass of a few tokens on the meta device or, if the model
+cannot run there, those of a formula. Attention scores are counted only for eager attention and soft caps.
 """
 
 from collections.abc import Sequence
@@ -53,12 +52,10 @@ def estimate_memory(
     *,
     accumulates: bool = True,
 ) -> list[MemoryPart]:
-    """Estimate the peak memory of the rank that needs the most. Returns its parts, without parts of 0 bytes.
+    """Return the parts of the peak memory of the rank that needs the most. Device and dtype must not be auto.
 
-    Args:
-        config: Configuration in which the device and the dtype are resolved (not auto).
-        lengths: Number of tokens in each sequence of the largest microbatch.
-        accumulates: True if a rank may have several microbatches per step, and so caches the sum of their gradients.
+    `lengths` are the numbers of tokens of the sequences in the largest microbatch. `accumulates` is True if a rank may
+    have several microbatches per step, and so caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
     # On several nodes only if the doctor has proved the operations, which is not known here.

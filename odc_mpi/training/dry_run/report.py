@@ -16,7 +16,7 @@ from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.run import resolve_steps
-from odc_mpi.training.run_info import samples_per_step, steps_per_epoch
+from odc_mpi.training.run_info import samples_per_step, steps_per_epoch, unit_of_samples
 from odc_mpi.training.settings import Config
 
 #: Number of minibatches whose plans are searched for the largest microbatch.
@@ -24,13 +24,10 @@ _NUM_MINIBATCHES = 50
 
 
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
-    """Report what a run with these settings would need and do, without training. Collective.
+    """Print the memory per rank, the number of steps and, except for GRPO, the first microbatch of a run. Collective.
 
-    Rank 0 prints the memory per rank, the number of steps and, except for GRPO, the first microbatch. The run directory
-    is not written, but a model from the Hugging Face Hub is downloaded to the cache.
-
-    The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. Raises
-    `AllRanksUserError` for the same reasons as `train`.
+    The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. No file is
+    written, except for models that are downloaded. Raises `AllRanksUserError` for the same reasons as `train`.
     """
     config = resolve_settings(config, world)[0]
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
@@ -80,21 +77,17 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
     num, per_step, steps = len(inputs.dataset), samples_per_step(config), config.run.steps
     epochs = steps / steps_per_epoch(config, num)
-    kind = {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
+    num_parameters = sum(parameter.numel() for parameter in inputs.model.module.parameters())
     lines = [
         f"ranks   {num_ranks}",
-        f"model   {type(inputs.model.module).__name__}, {_numel(inputs):,} parameters, {config.model.param_dtype}",
-        f"data    {config.data.path}: {num:,} {kind}, {per_step} per step",
+        f"model   {type(inputs.model.module).__name__}, {num_parameters:,} parameters, {config.model.param_dtype}",
+        f"data    {config.data.path}: {num:,} {unit_of_samples(config)}, {per_step} per step",
         f"steps   {steps:,}, {epochs:.2f} epochs",
     ]
     if isinstance(inputs.dataset, Dataset):
         mean, trained = inputs.dataset.lengths.mean(), inputs.dataset.num_trained_tokens.mean()
         lines.append(f"tokens  about {epochs * num * mean:,.0f}, of which {epochs * num * trained:,.0f} with loss")
     return [*lines, f"output  {config.run.dir} (not written)"]
-
-
-def _numel(inputs: Inputs) -> int:
-    return sum(parameter.numel() for parameter in inputs.model.module.parameters())
 
 
 def _table(parts: list[MemoryPart]) -> list[str]:

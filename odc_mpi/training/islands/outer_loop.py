@@ -47,10 +47,6 @@ class OuterLoop:
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. With 0, only
             differences that are not finite are left out.
 
-    Attributes:
-        index: Index of this rank's island.
-        num_islands: Number of islands.
-
     Raises:
         UserError: There is a single island, the islands have another mode, or `sync_every`, `fragments` and `delay` do
             not fit together.

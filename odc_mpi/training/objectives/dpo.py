@@ -15,7 +15,7 @@ of r over the loss tokens of the answer, s the logistic function, and e the labe
 Names and definitions are those of `DPOTrainer` in TRL 1.16, except that TRL ignores e in `sigmoid`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -31,9 +31,7 @@ from odc_mpi.training.pairs.settings import DPOConfig
 
 
 class AnswerScores(NamedTuple):
-    """Log-probabilities of the answers in pairs under a model, and other results of the same forward pass.
-
-    Column 0 is the chosen answer, column 1 the rejected one.
+    """Results of a forward pass over pairs. Column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
         logps: Sum of the log-probabilities of each answer's tokens, float64 `[pairs, 2]`, with gradients.
@@ -51,8 +49,7 @@ class AnswerScores(NamedTuple):
 class AnswerLogps:
     """Computes the log-probabilities of both answers in each pair under a model.
 
-    `packs` is True if the model supports packed sequences. Otherwise, each microbatch has one pair, whose answers are
-    computed in separate rows (see `data.pairs.microbatch.as_padded_rows`).
+    `packs` is False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
@@ -79,7 +76,10 @@ class PreferenceScorer(PairScorer):
     model. The values may be filled in after construction, but must be complete before the first call.
     """
 
-    statistics = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
+    statistics = (
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+        *("logps/chosen", "logps/rejected"),
+    )
     token_sums = ("entropy",)
 
     def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: torch.Tensor) -> None:
@@ -95,10 +95,6 @@ class PreferenceScorer(PairScorer):
         losses = pair_loss(self._dpo, ratios, scores, float(counts[minibatch.indices, 2].mean()))
         statistics = pair_statistics(self._dpo, ratios.detach(), scores.logps.detach())
         return PairScores(losses, statistics, scores.entropy.double()[None], scores.router_loss)
-
-    @override
-    def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        return {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
 
 class DPOObjective(PairObjective, margin="rewards/margins", accuracy="rewards/accuracies"):
@@ -131,11 +127,11 @@ def pair_loss(dpo: DPOConfig, ratios: torch.Tensor, scores: AnswerScores, mean_c
 
 
 def pair_statistics(dpo: DPOConfig, ratios: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
-    """Return the `PreferenceScorer.statistics` of each pair, float64 `[pairs, 5]`.
+    """Return the `PreferenceScorer.statistics` of each pair, float64 `[pairs, 6]`.
 
     The reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward,
     0.5 if the rewards are equal (0 in TRL), and 0 otherwise.
     """
     rewards = dpo.beta * ratios
-    accurate = (1 + (rewards[:, :1] - rewards[:, 1:]).sign()) / 2
-    return torch.cat([rewards, accurate, logps], 1)
+    margins = rewards[:, :1] - rewards[:, 1:]
+    return torch.cat([rewards, (1 + margins.sign()) / 2, margins, logps], 1)

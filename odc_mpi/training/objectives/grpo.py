@@ -2,8 +2,7 @@
 
 The loss of a token is that of TRL's `GRPOTrainer` with one update per rollout, so the probability ratio is 1 and
 clipping has no effect. The gradient is that of -advantage * log-probability, plus beta times the KL divergence from a
-reference policy. Losses are summed over the minibatch. The normalizer is not known until all groups are generated, so
-each rank divides the gradients of its shards after they are summed. The normalizer depends on `rl.loss_type`:
+reference policy. The sum of the gradients is divided by a number that is known when all groups are generated:
 
     dapo       number of loss tokens                                        arXiv 2503.14476
     grpo       number of completions; the loss of a completion is the mean over its tokens
@@ -13,14 +12,14 @@ If beta is 0, a group whose rewards are all equal has no gradient. It is not tra
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
+from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
@@ -28,34 +27,29 @@ from odc_mpi.training.rl.settings import GRPOConfig
 
 #: Function that returns log-probabilities of a microbatch's target tokens under the reference policy, float32 `[K]`.
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
-#: Bound for `round_for_exact_sum`: sums are exact as long as they are below 2**8 times this number.
-_MAX_SUMMAND = 2.0**16
 
 
 class GRPOObjective(Objective):
     """GRPO loss, with a normalizer computed from the token and completion counts that `RolloutSource` gathers.
 
-    `module` is the module of the sharded model. `num_groups` is the maximum number of prompt groups in a minibatch.
-    `reference_logps` is required unless `rl.beta` is 0.
+    `num_groups` is the maximum number of prompt groups in a minibatch. `reference_logps` is needed if `rl.beta` is set.
     """
 
-    gathered_names = ("trained_tokens", "grpo_loss", "logp_difference", "logp_difference_max", "grpo_kl")
+    extremes: ClassVar = {"logp_difference_max": max}
 
     def __init__(
         self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None
     ) -> None:
         self._token_logps = TokenLogps(module)
         self._rl, self._reference_logps = rl, reference_logps
+        kl = () if reference_logps is None else ("grpo_kl",)
+        self.gathered_names = ("grpo_loss", "logp_difference", "logp_difference_max", *kl)
         max_completions = num_groups * rl.num_generations
         self.loss_normalizer = loss_normalizer(
             rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
         )
 
-    def on_step_begin(self, step: Step) -> None:
-        """Reset all sums for this step."""
-        self._values = dict.fromkeys(self.gathered_names, 0.0)
-
-    def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
         microbatch = cast(RolloutMicrobatch, microbatch)
         logps = self._token_logps(
@@ -65,7 +59,7 @@ class GRPOObjective(Objective):
         differences = (logps.detach() - microbatch.logps).abs()
         statistics = [differences.sum(), differences.max()]
         sequence = microbatch.sequence
-        per_token = policy_loss(logps, microbatch.advantages.float()[sequence])
+        per_token = -torch.exp(logps - logps.detach()) * microbatch.advantages.float()[sequence]
         if self._reference_logps is not None:
             kl = kl_k3(logps, self._reference_logps(microbatch))
             statistics.append(kl.detach().sum())
@@ -77,36 +71,19 @@ class GRPOObjective(Objective):
         self.statistics = torch.stack(statistics)
         return per_token.sum()
 
-    def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss and the statistics of a microbatch to those of this step."""
-        difference, largest_difference, *kl = result.statistics
-        values = self._values
-        values["trained_tokens"] += result.microbatch.num_tokens
-        values["logp_difference_max"] = max(values["logp_difference_max"], largest_difference)
-        for name, value in (("grpo_loss", result.loss), ("logp_difference", difference), ("grpo_kl", sum(kl))):
-            values[name] += round_for_exact_sum(value, _MAX_SUMMAND)
-
-    def local_values(self) -> tuple[float, ...]:
-        """Return this rank's values, in the order of `gathered_names`."""
-        return tuple(self._values.values())
-
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Compute `loss_normalizer` from the counts of all ranks, and add the loss and other metrics to the step."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
+        loss, difference, largest_difference, *kl = self.reduce(gathered).values()
         step.metrics |= {
-            "loss": gathered.sum("grpo_loss") / self.loss_normalizer,
-            "sampling/sampling_logp_difference/mean": gathered.sum("logp_difference") / tokens,
-            "sampling/sampling_logp_difference/max": float(gathered.per_rank("logp_difference_max").max()),
+            "loss": loss / self.loss_normalizer,
+            "sampling/sampling_logp_difference/mean": difference / tokens,
+            "sampling/sampling_logp_difference/max": max(0.0, largest_difference),
         }
-        if self._reference_logps is not None:
-            step.metrics["kl"] = gathered.sum("grpo_kl") / tokens
-
-
-def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token: -exp(logp - detached logp) * advantage. All tensors have shape `[K]`."""
-    return -torch.exp(logps - logps.detach()) * advantages
+        if kl:
+            step.metrics["kl"] = kl[0] / tokens
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,7 @@ class RewardScorer(PairScorer):
     The loss is -log s(r_chosen - r_rejected), where s is the logistic function, plus `center_rewards_coefficient` times
     the square of the sum of both rewards (arXiv 2312.09244). The statistics have the names of TRL's metrics.
 
-    Args:
-        module: Reward model, or the `module` of a sharded reward model.
-        packs: False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
+    `packs` is False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     statistics = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")

@@ -5,10 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.configuration import full_configuration, significant_settings
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
@@ -41,19 +38,12 @@ def build_dpo(
 ) -> tuple[DPOObjective, list[Callback]]:
     """Build the objective of a DPO run, and the callbacks for the reference model and the evaluation. Collective.
 
-    The model is set to evaluation mode, because dropout would change the log-probabilities that are compared with those
-    of the reference model.
-
-    Args:
-        weights_digest: Collective function that returns a digest of the parameters.
-        check_stop: Collective function that raises an error on all ranks if a stop was requested.
+    `weights_digest` returns a digest of the parameters, and `check_stop` raises an error on all ranks if a stop was
+    requested. Both are collective. The model is set to evaluation mode, so that dropout changes no log-probability.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
     answer_logps = AnswerLogps(model.module, inputs.model.packing.packs)
-
-    def compute(microbatch: Microbatch) -> torch.Tensor:
-        return answer_logps(microbatch).logps
 
     configuration = significant_settings(full_configuration(model.module))
     settings = json.dumps([configuration, inputs.model.adapter, config.model.param_dtype], sort_keys=True)
@@ -71,7 +61,7 @@ def build_dpo(
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
-    reference = ReferenceLogps(world, compute, passes, directories, model_digest, check_stop)
+    reference = ReferenceLogps(world, answer_logps, passes, directories, model_digest, check_stop)
     scorers = [PreferenceScorer(answer_logps, config.dpo, values) for values in reference.values]
     callbacks: list[Callback] = [reference]
     if held_out:
@@ -82,11 +72,8 @@ def build_dpo(
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective of a run that trains a reward model, and an evaluator for held-out data, if any. Collective.
-
-    The model is set to evaluation mode, which disables dropout, as in TRL.
-    """
-    model.eval()
+    """Build the objective of a run that trains a reward model, and an evaluator of held-out data. Collective."""
+    model.eval()  # disables dropout, as in TRL
     scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
     held_out = held_out_pass(config, world, model, inputs)
     callbacks: list[Callback] = [RewardModelEvaluator(config.run, model, held_out, scorer)] if held_out else []

@@ -1,9 +1,8 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference model is the model before the first step, when new adapters have no effect yet. Because the
-log-probabilities of all pairs that the run needs are computed before the first update, no second model is in memory.
-Ranks claim microbatches one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in
-the run directory, with digests of the data and the model. A restarted run, on any number of ranks, computes the rest.
+The reference model is the model at that time, when new adapters have no effect yet, so no second model is in memory.
+After every `BLOCK` pairs, the results are written to `reference_logps.npz` in the run directory, with digests of the
+data and the model. A restarted run, on any number of ranks, computes the rest.
 """
 
 import time
@@ -22,25 +21,21 @@ from odc_mpi.files import atomic_write
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.training.evaluation import ForwardPass
+from odc_mpi.training.objectives.dpo import AnswerLogps
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
 #: Number of pairs between writes of the results, independent of the number of ranks (as is packing with `run.exact`).
 BLOCK = 4096
-#: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
-ComputeLogps = Callable[[Microbatch], torch.Tensor]
 #: Function that returns the indices, int64 `[n]`, of the pairs that a run still needs, given the completed steps.
 NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Computes the log-probabilities of answers under the reference model, or loads them from a file.
-
-    Among the callbacks of a run, this one must precede the evaluators.
+    """Computes the log-probabilities of answers under the reference model, or loads them. Must precede evaluators.
 
     Args:
-        compute: Function that computes log-probabilities under the current model.
-        passes: Forward passes over the training data and over the held-out data, if any, each with its `NeededPairs`.
+        passes: Forward passes over the training data and over the held-out data, if any.
         directories: Run directory, to which the file is written, followed by other directories from which to read it.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
@@ -53,13 +48,13 @@ class ReferenceLogps(Callback):
     def __init__(
         self,
         world: World,
-        compute: ComputeLogps,
+        answer_logps: AnswerLogps,
         passes: Sequence[tuple[ForwardPass, NeededPairs]],
         directories: Sequence[Path],
         compute_digest: Callable[[], str],
         check_stop: Callable[[], None],
     ) -> None:
-        self._world, self._compute = world, compute
+        self._world, self._answer_logps = world, answer_logps
         self._passes, self._directories = passes, directories
         self._compute_digest, self._check_stop = compute_digest, check_stop
         self.model_digest: str | None = None
@@ -99,7 +94,7 @@ class ReferenceLogps(Callback):
         return {"reference": self.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the digest of the reference model, which `on_train_begin` uses to find stored log-probabilities."""
+        """Restore the digest of the reference model."""
         self.model_digest = state_dict["reference"]
 
     def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
@@ -111,7 +106,7 @@ class ReferenceLogps(Callback):
             self._world.run_on_all(self._write if self._world.rank == 0 else lambda: None)
 
     def _score(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
+        return torch.from_numpy(microbatch.indices), self._answer_logps(microbatch).logps.cpu()
 
     def _by_digest(self) -> dict[str, torch.Tensor]:
         """Return the log-probabilities of each data set, keyed by the digests of the model and of the data set."""

@@ -1,8 +1,6 @@
-"""Names of settings in other libraries: those that odc_mpi accepts, and advice for the rest.
+"""Names of settings in other libraries, without their sections: those that odc_mpi accepts, and advice for the rest.
 
-The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
-and `ModelConfig`), peft (`LoraConfig`), axolotl, torchtitan, and of DiLoCo in torchft, MaxText and OpenDiLoCo, without
-their sections.
+The libraries are transformers, TRL, peft, axolotl, torchtitan and, for DiLoCo, torchft, MaxText and OpenDiLoCo.
 """
 
 import re

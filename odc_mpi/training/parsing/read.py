@@ -46,11 +46,7 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads the values of settings from a parsed YAML file and the command line.
-
-    `settings` contains all settings, keyed by name. `reasons` maps the name of a setting to a function that explains
-    why a value is invalid. If the type of a value is wrong, the explanation is appended to the error.
-    """
+    """Reads the values of `settings`. `reasons` has functions that explain why a value of a setting is invalid."""
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
         self._settings, self._reasons = settings, reasons
@@ -64,11 +60,7 @@ class Reader:
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the given values and their sources, as two dictionaries keyed by setting.
-
-        `document` is the parsed YAML file, and `source` is its name. The command-line `arguments` override the file.
-        Raises `UserError` if the file or the command line is invalid.
-        """
+        """Return the values in the parsed file `source` and in `arguments`, and their sources, keyed by setting."""
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective
         for item in given:
@@ -109,10 +101,7 @@ class Reader:
         return names
 
     def _resolve(self, given: str, own_section: str) -> str:
-        """Return the full name of the setting that the user means by `given`. Raises `UserError` with a suggestion.
-
-        If several sections have a setting of this name, a name without a section refers to the one in `own_section`.
-        """
+        """Return the full name of a setting, preferably in `own_section`. Raises `UserError` with a suggestion."""
         name = given.replace("-", "_")
         mapping = self._mapping_of(name)
         if mapping:

@@ -56,8 +56,8 @@ def validate_value(
 ) -> Any:
     """Check a value read from YAML, and return it converted to `hint`, the type of its setting.
 
-    `name` is the source and name of the setting, for errors. `checks` are not applied to None. Raises `UserError` if
-    the type is wrong or a check fails. If the type is wrong, the text that `explain` returns for the value is appended.
+    Raises `UserError` if the type is wrong or a check fails. The message begins with `name` and, if the type is wrong,
+    ends with the text that `explain` returns for the value.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
@@ -110,22 +110,20 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def type_name(hint: Any) -> str:
     """Return a description of a type for error messages, such as "an integer or null"."""
-    return " or ".join(
-        " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
-        for kind in union_members(hint)
-    )
+    return _join_members(hint, " or ", lambda kind: _TYPE_NAMES.get(kind, "a mapping"))
 
 
 def type_signature(hint: Any) -> str:
     """Return a type in the notation of Python annotations, such as "int | null"."""
-    return " | ".join(
-        " | ".join(get_args(kind)) if get_origin(kind) is Literal else _SHORT_NAMES.get(kind) or _python_name(kind)
-        for kind in union_members(hint)
+    return _join_members(
+        hint, " | ", lambda kind: _SHORT_NAMES.get(kind) or (str(kind) if get_origin(kind) else kind.__name__)
     )
 
 
-def _python_name(kind: Any) -> str:
-    return str(kind) if get_origin(kind) else kind.__name__
+def _join_members(hint: Any, separator: str, name_of: Callable[[Any], str]) -> str:
+    return separator.join(
+        separator.join(get_args(kind)) if get_origin(kind) is Literal else name_of(kind) for kind in union_members(hint)
+    )
 
 
 def format_value(value: Any) -> str:
@@ -159,10 +157,9 @@ def is_objective(
 ) -> bool:
     """Return True if `values`, the user's settings, select `objective`. Also check the settings that depend on it.
 
-    `kind` is the dataclass of `section`, which contains the settings specific to this objective. `required` maps the
-    name of a setting to a tuple: the only value that this objective supports, and the reason. Error messages name
-    `source` as the configuration. Raises `UserError` if the objective is selected but a setting in `required` has
-    another value, or if it is not selected but a setting in `section` differs from its default.
+    `kind` is the dataclass of `section`, whose settings only this objective has. `required` maps other settings to the
+    only value that it supports, and the reason. Raises `UserError`, which names `source`, if a setting has another
+    value, or if the objective is not selected but a setting in `section` differs from its default.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

@@ -27,10 +27,7 @@ from odc_mpi.training.settings import Config
 def build_grpo(
     config: Config, world: World, model: ShardedModel, inputs: Inputs, decision: Decision
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
-    """Build the minibatch source, the objective and the other callbacks of a GRPO run. Collective.
-
-    The model is set to evaluation mode, because with dropout, the trained policy would differ from the generating one.
-    """
+    """Build the minibatch source, the objective and the other callbacks of a GRPO run. Collective."""
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
     specs = rl.reward_funcs
@@ -40,7 +37,7 @@ def build_grpo(
             f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "
             "distribution, so training is not strictly on-policy"
         )
-    model.eval()
+    model.eval()  # with dropout, the trained policy would differ from the one that generates
     reference_logps = make_reference_logps(config, world, model, decision) if rl.beta else None
     packs = inputs.model.packing.packs
     source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, reward_functions, packs)
@@ -52,10 +49,9 @@ def build_grpo(
 
 
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
-    """Return a function that computes log-probabilities under the reference policy. Collective.
+    """Return a one-sided function that computes log-probabilities under the reference policy. Collective.
 
-    The returned function is one-sided. If the model has adapters, the reference policy is the model without them.
-    Otherwise, it is a frozen copy of the initial model, which takes as much memory as the parameters of the model.
+    The reference policy is the model without adapters if it has any, or else a frozen copy of the initial model.
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)

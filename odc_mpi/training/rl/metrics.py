@@ -14,7 +14,7 @@ from odc_mpi.shard import model as sharded
 #: Names of counts and durations of a rank. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
 #: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
-    *("completions", "completion_tokens", "loss_tokens", "truncated", "rewarded"),
+    *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
     *("groups", "equal_groups", "failed_rewards"),
     *("generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
     *("groups_claimed_from_other_ranks", "groups_not_stored"),

@@ -1,4 +1,4 @@
-"""Loading, batching and tokenization of prompts. Every rank loads the same minibatches, without communication."""
+"""Loading, batching and tokenization of prompts, without communication."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -42,12 +42,11 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    `observed` maps prompt indices to observed mean completion lengths, which are the predictions for these prompts.
-    Other lengths are predicted by linear regression of observed lengths on prompt lengths, or as the prompt length if
-    all observed prompts have the same length. The regression uses exact sums, so all ranks predict the same lengths.
+    The prediction is the last length `observed` for the prompt, or else a linear regression of observed lengths on
+    prompt lengths (the prompt length if all are equal). Its sums are exact, so all ranks predict the same lengths.
     """
     x = [int(prompt_lengths[index]) for index in observed]
-    slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
+    slope, intercept = 1.0, 0.0
     if len(set(x)) > 1:
         slope, intercept = statistics.linear_regression(x, list(observed.values()))
     return [observed.get(index, intercept + slope * int(prompt_lengths[index])) for index in indices]
@@ -56,8 +55,8 @@ def predict_lengths(
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
     """Return batches of prompt indices to decode together, in order of decreasing length.
 
-    `lengths` are the lengths of the prompts, or the predicted lengths of their completions, in tokens. The size of a
-    batch is at most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
+    `lengths` are numbers of tokens. A batch has at most `max_prompts` prompts, and at most the number of prompts
+    divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
@@ -65,10 +64,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Prepares prompts for sampling, and converts completions to text and to arguments for reward functions.
-
-    Construction raises `UserError` if the tokenizer has neither an end-of-sequence token nor an end-of-turn token.
-    """
+    """Prepares prompts for sampling, and converts completions to text and to arguments for reward functions."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer
@@ -91,10 +87,7 @@ class PromptCodec:
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the keyword arguments for reward functions: lists with one entry for each completion of a prompt.
-
-        Token lists are copied, so reward functions cannot change the tokens that are used in training.
-        """
+        """Return the keyword arguments for reward functions: lists, and copies of tokens, for each completion."""
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]

@@ -3,14 +3,14 @@
 A group consists of a prompt and its completions. A minibatch has these phases:
 
     claim prompts        claim the next batch of prompts, longest expected completions first          one-sided
-    generate             after the last completion of a prompt, compute rewards and advantages and
-                         publish the group. If the memory for groups is full, train on it instead     one-sided
+    generate             publish each complete group with its advantages, or train on it if the
+                         memory for groups is full                                                    one-sided
     no prompts left      claim published groups from any rank, the largest first, and train on them   one-sided
     no groups published  sleep until a group is published or all groups are done                      one-sided
     gradients complete   gather the counts and sums of all groups                                     collective
 
-In an exact run (`training.exact`), each group is decoded separately and shares no microbatch with other groups, because
-shared batches would depend on the speed of each rank and change the last bits of logits and gradients.
+In an exact run (`training.exact`), each group is decoded and trained separately, because shared batches would depend on
+the speed of each rank and change the last bits of logits and gradients.
 """
 
 import itertools
@@ -220,7 +220,8 @@ class RolloutSource(MinibatchSource):
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
         self._metrics.add_group(position, completions, group_rewards, excluded)
-        self._log_completion(position, record, completions, group_rewards, advantages)
+        if position == 0 and self._is_logged_step():
+            self._logged_completions = self._log_lines(record, completions, group_rewards, advantages)
         if not self._rl.beta and not (advantages * ~excluded).any():
             self._queue.mark_done(position)
             return None
@@ -228,36 +229,33 @@ class RolloutSource(MinibatchSource):
 
     def _compute_rewards(self, index: int, record: PromptRecord, completions: PromptCompletions) -> GroupRewards:
         reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
-        limits = {"timeout_s": self._rl.reward_timeout_s, "skip": self._rl.skip_failed_rewards}
         self._note(f"computing rewards of prompt {index}")
-        return compute_rewards(self._reward_functions, reward_kwargs, index, self._world.rank, **limits)  # type: ignore[arg-type]
+        return compute_rewards(
+            self._reward_functions,
+            reward_kwargs,
+            index,
+            self._world.rank,
+            timeout_s=self._rl.reward_timeout_s,
+            skip=self._rl.skip_failed_rewards,
+        )
 
-    def _log_completion(
-        self,
-        position: int,
-        record: PromptRecord,
-        completions: PromptCompletions,
-        group_rewards: GroupRewards,
-        advantages: np.ndarray,
-    ) -> None:
-        """If completions are logged in this step, keep up to 4 completions of the first prompt for the log."""
-        if position or not self._is_logged_step():
-            return
-        for i, tokens in enumerate(completions.tokens[:4]):
-            rewards = {
-                reward.name: _plain(group_rewards.per_function[n, i]) for n, reward in enumerate(self._reward_functions)
+    def _log_lines(
+        self, record: PromptRecord, completions: PromptCompletions, group_rewards: GroupRewards, advantages: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """Return the lines of completions.jsonl for up to 4 completions of a prompt."""
+        names = [reward.name for reward in self._reward_functions]
+        return [
+            {
+                "step": self._step,
+                "prompt": record.prompt,
+                "completion": self._codec.decode(tokens),
+                "num_tokens": len(tokens),
+                "rewards": dict(zip(names, map(_plain, group_rewards.per_function[:, i]), strict=True)),
+                "reward": _plain(group_rewards.rewards[i]),
+                "advantage": float(advantages[i]),
             }
-            self._logged_completions.append(
-                {
-                    "step": self._step,
-                    "prompt": record.prompt,
-                    "completion": self._codec.decode(tokens),
-                    "num_tokens": len(tokens),
-                    "rewards": rewards,
-                    "reward": _plain(group_rewards.rewards[i]),
-                    "advantage": float(advantages[i]),
-                }
-            )
+            for i, tokens in enumerate(completions.tokens[:4])
+        ]
 
     def _is_logged_step(self) -> bool:
         return bool(self._rl.log_completions) and self._step % self._rl.log_completions == 0
@@ -277,9 +275,11 @@ class RolloutSource(MinibatchSource):
     def _pack(self, groups: list[PromptGroup]) -> Iterator[Microbatch]:
         self._metrics.add("groups_trained", len(groups))
         for groups_of_microbatch in [[group] for group in groups] if self._exact else [groups]:
-            yield from pack_microbatches(
+            for microbatch in pack_microbatches(
                 groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0, packs=self._packs
-            )
+            ):
+                self._metrics.add("trained_tokens", microbatch.num_tokens)
+                yield microbatch
 
     def _claim(self, state: QueueState) -> list[PromptGroup]:
         """Claim groups until a microbatch is full, but no more than an even share of the published groups."""

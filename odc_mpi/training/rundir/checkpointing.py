@@ -1,11 +1,9 @@
 """Checkpoints of a run: when they are saved, and how the ranks agree that a checkpoint is complete.
 
-local_values   report which checkpoint file a background thread of this rank has written. The report is part of the
-               all-gather that completes the gradients, so it adds no collective
+local_values   report which file a background thread of this rank has written, without a collective of its own
 on_gathered    once all ranks have written their files, publish the checkpoint on rank 0
-on_step_end    if a checkpoint is due, gather which optimizer state each rank has (collective), copy this rank's shards
-               and start a thread that writes them. If ranks may still be writing the previous checkpoint, wait for it
-               first (collective)
+on_step_end    if a checkpoint is due, wait for the previous one, copy this rank's shards, and start a thread that
+               writes them (collective)
 on_train_end   wait for the last checkpoint, for at most `comm.timeout_s` (collective)
 """
 
@@ -51,9 +49,8 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
-    Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
-    `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes over the lock, saving stops.
-    `outer_loop` is that of islands that train separately, if any.
+    `stop` must precede this callback in `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run
+    takes over the lock, saving stops. `outer_loop` is that of islands that train separately, if any.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -100,7 +97,7 @@ class CheckpointCallback(Callback):
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Start saving a checkpoint if one is due or a stop was requested, which is collective."""
+        """Start saving a checkpoint if one is due or a stop was requested. Collective in this case."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -108,7 +105,7 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Start saving a checkpoint of the last complete step, `step`, unless this was already started. Collective."""
+        """Start saving a checkpoint of the last complete step, unless this was already started. Collective."""
         if step != self._last:
             self._save(step)
 
@@ -139,10 +136,7 @@ class CheckpointCallback(Callback):
         }
 
     def raise_outcome(self, step: int) -> None:
-        """Raise `TrainingError` if the last checkpoint failed, or `StoppedError` if the run was stopped after `step`.
-
-        Must be called after `on_train_end`.
-        """
+        """Raise `TrainingError` if the last save failed, or `StoppedError` if the run was stopped after `step`."""
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
         if self._stop.requested_on_any_rank and step < self._run.steps:
@@ -228,10 +222,7 @@ def _adapter_metadata(
 
 
 def state_digest(world: World, state: TrainingState) -> str:
-    """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective.
-
-    Rank 0 receives all elements, one block at a time, and sends the digest to all ranks.
-    """
+    """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective."""
     # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
     manifest = state.make_manifest(0, {}, world.gather_objects(state.state_records()))
     digest = compute_digest(manifest, partial(_send_blocks, world, state.local_ranges()))

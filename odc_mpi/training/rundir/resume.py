@@ -104,10 +104,9 @@ class DeferredErrorWeights(CheckpointWeights):
 
 
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Open the checkpoint from which the run starts, or return None if it starts from scratch. Collective.
+    """Open the checkpoint from which the run starts, if any, and restore the model's buffers from it. Collective.
 
-    Also restores the buffers of the model. Raises `AllRanksUserError` if the checkpoint does not match the inputs, or
-    if checkpoints exist but none is complete.
+    Raises `AllRanksUserError` if it does not match the inputs, or if checkpoints exist but none is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -152,14 +151,12 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Close the checkpoint of a complete run, and return its summary, which has only `steps`. Rank 0 prints a notice.
+    """Close the checkpoint of a complete run, print a notice on rank 0, and return a summary with only `steps`.
 
     Raises `AllRanksUserError` if a setting that can no longer have an effect, such as the learning rate, was changed.
     """
     resume_point.checkpoint.close()
     changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)
-    if not any(map(_islands_train_apart, (resume_point.metadata["config"], asdict(config)))):
-        changed = [setting for setting in changed if not setting.startswith("islands.")]
     if changed:
         raise AllRanksUserError(
             f"run.dir: {config.run.dir} has a complete run with other settings ({', '.join(changed)}): choose another "
@@ -172,12 +169,6 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
             flush=True,
         )
     return {"steps": resume_point.step}
-
-
-def _islands_train_apart(config: Mapping[str, Any]) -> bool:
-    """Return True if settings of islands have an effect on results."""
-    islands = {"by": "off", **config.get("islands", {})}
-    return islands["by"] != "off" and islands.get("mode") == "outer"
 
 
 def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
@@ -244,21 +235,13 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
         )
     require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
     if metadata["data_digest"] != inputs.dataset.digest():
-        raise UserError(
-            f"data.path: expected {metadata['config']['data']['path']}, the data of the checkpoint "
-            f"{checkpoint.directory}, got other data, {config.data.path}: change data.path; or {_START_OVER_HINT}"
-        )
-    if metadata["config"]["run"]["seed"] != config.run.seed:
-        raise UserError(
-            f"run.seed: expected {metadata['config']['run']['seed']}, the order of the data in the checkpoint "
-            f"{checkpoint.directory}, got {config.run.seed}: change run.seed; or {_START_OVER_HINT}"
-        )
+        path = metadata["config"]["data"]["path"]
+        raise _mismatch("data.path", path, "the data of", checkpoint, f"other data, {config.data.path}")
+    if (seed := metadata["config"]["run"]["seed"]) != config.run.seed:
+        raise _mismatch("run.seed", seed, "the order of the data in", checkpoint, config.run.seed)
     reference = metadata["config"]["model"]["path"]
     if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
-        raise UserError(
-            f"model.path: expected {reference}, the reference policy of the checkpoint {checkpoint.directory}, got "
-            f"{config.model.path}: change model.path; or {_START_OVER_HINT}"
-        )
+        raise _mismatch("model.path", reference, "the reference policy of", checkpoint, config.model.path)
     if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
         raise UserError(
             f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "
@@ -277,10 +260,14 @@ def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
         )
     for setting, name in (("lora.r", "r"), ("lora.alpha", "lora_alpha")):
         if theirs and ours and theirs[name] != ours[name]:
-            raise UserError(
-                f"{setting}: expected {theirs[name]}, as in the checkpoint {resume_point.checkpoint.directory}, got "
-                f"{ours[name]}: change {setting}; or {_START_OVER_HINT}"
-            )
+            raise _mismatch(setting, theirs[name], "as in", resume_point.checkpoint, ours[name])
+
+
+def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint, got: Any) -> UserError:
+    return UserError(
+        f"{setting}: expected {expected}, {of_what} the checkpoint {checkpoint.directory}, got {got}: change "
+        f"{setting}; or {_START_OVER_HINT}"
+    )
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:

@@ -1,9 +1,9 @@
 """Lock on a run directory, held by rank 0.
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
-because each run binds an abstract socket named after the directory, which the kernel releases however the process ends.
-No file is locked, since that can hang on network file systems. Runs on different hosts are not excluded: the later run
-warns and writes its token to owner.json, and the earlier run, which reads it before each checkpoint, stops saving.
+because each run binds an abstract socket named after the directory. (File locks can hang on network file systems.) On
+another host, it warns and writes its token to owner.json, and the first run, which reads it before each checkpoint,
+stops saving.
 """
 
 import errno
@@ -28,9 +28,8 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock on a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
 
-    The other ranks give up after `timeout_s`. If another run on this host holds the lock, the constructor therefore
-    waits for at most half of this time, but no longer than `LOCK_TIMEOUT_S`, and then raises `UserError`. It also
-    raises `UserError` if the directory cannot be written to.
+    The other ranks give up after `timeout_s`, so the constructor waits at most for half of it, and `LOCK_TIMEOUT_S`.
+    Raises `UserError` if another run on this host holds the lock, or if the directory cannot be written to.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:

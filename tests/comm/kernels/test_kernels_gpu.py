@@ -13,7 +13,6 @@ from kernel_cases import (
     assert_flatten_as_torch,
     assert_same,
     assert_same_number,
-    random_segments,
 )
 
 from odc_mpi.comm.kernels import native
@@ -91,41 +90,3 @@ def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
     stream.synchronize()
     assert (flat == 3).all() and (shard == 6).all()
     assert_same_number(largest, 3.0)
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_no_call_waits_for_the_device(gpu):
-    segments = [(0, torch.ones(100, device=gpu)), (200, torch.ones(7, 9, device=gpu).t())]
-    flat = torch.empty(300, device=gpu)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        native.flatten(segments, flat)
-        native.add_segments_(flat, [(5, segments[0][1])])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert float(flat.sum()) == 263
-
-
-def test_without_kernels_the_same(gpu, monkeypatch):
-    rng = np.random.default_rng(5)
-    segments, numel = random_segments(rng, 40, 3000, special=0.01, device=gpu)
-    with_kernels, without = torch.empty(numel, device=gpu), torch.empty(numel, device=gpu)
-    native.flatten(segments, with_kernels)
-    monkeypatch.setenv("ODC_MPI_KERNELS", "off")
-    assert native.kernels_unavailable_reason(gpu) is not None
-    native.flatten(segments, without)
-    assert_same(with_kernels, without)
-
-
-def test_arrays_beyond_32_bits(gpu):
-    numel = 2**31 + 100
-    if torch.cuda.mem_get_info(gpu)[0] < 20 << 30:
-        pytest.skip("needs 20 GiB of the GPU's memory")
-    gradient = torch.ones(numel, dtype=torch.bfloat16, device=gpu)
-    gradient[-1] = 5.0
-    flat = torch.empty(numel + 32, device=gpu)
-    assert_same_number(native.flatten([(31, gradient)], flat), 5.0)
-    assert not flat[:31].any() and not flat[31 + numel :].any()
-    native.add_segments_(flat, [(31, gradient), (numel, gradient[-32:])])
-    assert flat[numel - 1 :].tolist() == [2.0] + [3.0] * 30 + [11.0, 5.0]
-    assert int((flat == 2).sum()) == numel - 31

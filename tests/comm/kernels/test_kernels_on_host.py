@@ -95,15 +95,6 @@ def test_more_segments_than_a_launch_takes(kernels, dtype):
         assert_same(shard, wanted)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, -3e38])
-def test_one_element_among_many_threads_shows(kernels, value):
-    kernels.threads, kernels.blocks = 256, 2
-    gradient = torch.ones(3000)
-    for at in (0, 255, 2999):
-        gradient.fill_(1.0)[at] = value
-        assert_same_number(native.flatten([(0, gradient)], torch.empty(3000)), abs(float(np.float32(value))))
-
-
 def test_indices_beyond_32_bits(kernels):
     """Arrays that only would be as large: nothing is touched but the end of them."""
     far = 5 * 2**31 + 32
@@ -145,14 +136,6 @@ def before_a_hole(numel, dtype):
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     assert protect(ctypes.c_void_p(memory.data_ptr() + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     return memory[mmap.PAGESIZE - numel * dtype.itemsize : mmap.PAGESIZE].view(dtype)
-
-
-def test_the_order_of_slots_decides(kernels):
-    large, small = torch.tensor([1e8]), torch.tensor([1.0])
-    for slots, wanted in [((large, small, -large), 0.0), ((large, -large, small), 1.0)]:
-        shard = torch.zeros(1)
-        native.add_segments_(shard, [(0, slot) for slot in slots])
-        assert float(shard) == wanted
 
 
 def test_the_table_is_the_kernels_own(kernels):

@@ -2,7 +2,9 @@
 
 import json
 
+import h5py
 import pytest
+from damage import flip
 from mpi_launch import odc_mpi
 
 from odc_mpi.cli.main import main
@@ -27,12 +29,27 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
     done = odc_mpi(0, "train", "--config", config, "--run.steps", "8")
     assert (done.code, len(done.err.splitlines())) == (2, 1) and "is of adapters, got no lora.r" in done.err
 
-    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert main(["checkpoint", "list", str(run)]) == main(["checkpoint", "verify", str(run)]) == 0
+    assert "step 4, " in (listed := capsys.readouterr().out) and "step_00000004  intact" in listed
     assert main(["checkpoint", "show", str(run)]) == 0
-    assert "LoRA adapter r=2 alpha=8, base: randomly initialized with seed 0" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "LoRA adapter r=2 alpha=8, base: randomly initialized with seed 0" in lines
+    row = next(line for line in lines if "exp_avg/" in line and "layers.1.mlp.up_proj.lora_A" in line)
+    assert "2x32" in row and "float32" in row and float(row.split()[-1]) > 0
     for out, more, files in (
         ("adapters", (), {"adapter_config.json", "adapter_model.safetensors"}),
         ("merged", ("--merge",), {"config.json", "generation_config.json", "model.safetensors"}),
     ):
         assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / out), *more]) == 0
         assert {path.name for path in (tmp_path / out).iterdir()} == files
+    assert main(["export", str(run), "--out", str(tmp_path / "merged")]) == 2
+    assert "expected a new directory as --out" in capsys.readouterr().err
+
+    shard = run / "checkpoints" / "step_00000004" / "step_00000004_rank_00001.h5"
+    with h5py.File(shard) as file:
+        name = next(iter(file["optimizer/exp_avg"]))
+        flip(shard, file[f"optimizer/exp_avg/{name}"].id.get_offset())
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    damaged = capsys.readouterr().out
+    assert shard.name in damaged and f"optimizer/exp_avg/{name}" in damaged
+    assert main(["checkpoint", "list", str(run / "nowhere")]) == 2

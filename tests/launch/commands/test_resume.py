@@ -1,4 +1,4 @@
-"""Checkpoints with real commands: killed and stopped runs, full disks, `odc-mpi checkpoint`."""
+"""Checkpoints with real commands: killed and stopped runs, full disks."""
 
 import json
 import os
@@ -7,19 +7,13 @@ import subprocess
 import time
 from contextlib import contextmanager, suppress
 
-import h5py
 import pytest
-import yaml
 from crash_soak import crash
-from damage import flip
 from mpi_launch import end_all, finish, odc_mpi, start
 from processes import descendants, is_running
-from small_run import losses, write_config
+from small_run import losses
 
-from odc_mpi.checkpoint import export as exporting
-from odc_mpi.checkpoint.commands import open_newest_checkpoint, verify
-from odc_mpi.cli.main import main
-from odc_mpi.errors import UserError
+from odc_mpi.checkpoint.commands import verify
 
 CONSTANT = ("--optim.lr_scheduler_type", "constant")
 
@@ -142,84 +136,6 @@ def test_a_disk_that_is_full_for_a_while(config, tmp_path):
         assert steps[:5] == [1, 2, 3, 4, 5] and steps == sorted(set(steps)) and steps[-1] >= 44
         assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{steps[-1]:08d}"]
         assert verify(run)[1] == 0
-
-
-def test_other_ranks_train_on_the_same_data(config, tmp_path):
-    """None repeated, none skipped, on more ranks and on fewer: else the losses would be others."""
-    settings = ("--optim.adam_epsilon", 1e-3, "--optim.lr_scheduler_type", "constant", "--run.checkpoint_every", 100)
-    whole = odc_mpi(2, "train", "--config", config, *settings, "--run.dir", tmp_path / "whole")
-    assert whole.code == 0, whole.err
-    for ranks, steps in [(2, 3), (3, 6), (1, 8)]:
-        done = odc_mpi(ranks, "train", "--config", config, *settings, "--run.steps", steps)
-        assert done.code == 0, done.err
-        assert ("starting from scratch: no checkpoint in" in done.out) == (steps == 3)
-        if steps == 3:
-            # As a crash leaves it that comes while the step is saved a second time.
-            saved = tmp_path / "run" / "checkpoints" / "step_00000003"
-            saved.rename(saved.with_name(f".retired_{saved.name}.17"))
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
-    """The run directory of a model with tied weights, in bf16, that has saved twice."""
-    directory = tmp_path_factory.mktemp("trained")
-    config = write_config(data, directory)
-    settings = yaml.safe_load(config.read_text())
-    settings["model"]["config"]["tie_word_embeddings"] = True
-    settings["model"]["param_dtype"] = "bfloat16"
-    settings["run"] |= {"steps": 4, "checkpoint_every": 2}
-    config.write_text(yaml.safe_dump(settings))
-    done = odc_mpi(2, "train", "--config", config)
-    assert done.code == 0, done.err
-    return directory / "run"
-
-
-def test_list_and_show(trained, capsys):
-    assert main(["checkpoint", "list", str(trained)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "step 2," in first and "step 4," in second
-    assert main(["checkpoint", "show", str(trained)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    line = next(line for line in lines if "exp_avg/model.layers.1.mlp.up_proj.weight" in line)
-    assert "64x32" in line and "float32" in line and float(line.split()[-1]) > 0
-    assert main(["checkpoint", "list", str(trained / "nowhere")]) == 2
-
-
-def test_export_loads_in_transformers(trained, tmp_path, monkeypatch):
-    import torch
-    import transformers
-
-    from odc_mpi.models.exporters import FullModelExporter
-
-    assert main(["checkpoint", "export", str(trained), "--out", str(tmp_path / "bfloat16")]) == 0
-    monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
-    with open_newest_checkpoint(trained) as checkpoint:
-        exporter = FullModelExporter(checkpoint)
-        assert len(exporting.export(checkpoint, tmp_path / "float32", exporter, "float32")) > 4, "several files"
-        with pytest.raises(UserError, match="expected a new directory as --out"):
-            exporting.export(checkpoint, tmp_path / "float32", exporter)
-    for name in ("bfloat16", "float32"):
-        out, dtype = tmp_path / name, getattr(torch, name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
-        assert model.dtype == dtype and model.lm_head.weight is model.model.embed_tokens.weight
-        with h5py.File(trained / "checkpoints" / "step_00000004" / "index.h5") as file:
-            for key, value in model.state_dict().items():
-                if key != "lm_head.weight":
-                    assert torch.equal(value, torch.from_numpy(file[f"model/{key}"][()]).to(dtype)), key
-
-
-def test_verify_names_what_is_damaged(trained, tmp_path, capsys):
-    copy = tmp_path / "checkpoints"
-    subprocess.run(["cp", "-r", trained / "checkpoints", copy], check=True)
-    shard = copy / "step_00000002" / "step_00000002_rank_00001.h5"
-    with h5py.File(shard) as file:
-        position = file["optimizer/exp_avg/model.layers.0.mlp.up_proj.weight"].id.get_offset()
-    flip(shard, position)
-    assert main(["checkpoint", "verify", str(copy)]) == 1
-    out = capsys.readouterr().out
-    assert "rank_00001.h5" in out and "optimizer/exp_avg/model.layers.0.mlp.up_proj.weight" in out
-    assert "step_00000004  intact" in out
 
 
 def test_crashes(tmp_path):

@@ -32,18 +32,12 @@ def test_the_simulator_agrees_with_the_real_runtime():
     else:
         raise AssertionError(deviations(figures))
     assert set(figures["speedup"]) == set(figures["idle_fraction"]) == {*MEASURED, "floor", "even_share"}
-    assert figures["speedup"]["collective/lb_micro"] == 1.0
     assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
     assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
     for name, ranks in figures["idle_per_rank"].items():
         assert len(ranks) == RANKS
         assert sum(ranks) / RANKS == pytest.approx(figures["idle_fraction"][name], abs=0.01)
-    assert len(figures["load_average"]) == 2
     assert set(figures["timeline"]) == set(MEASURED)
-    for ranks in figures["timeline"].values():
-        assert len(ranks) == RANKS
-        ends = [0.0, *(second for own in ranks[:1] for span in own for second in span)]
-        assert ends == sorted(ends)
     # Of all schedules the same work, as it was slept for.
     busy = [sum(ended - began for own in ranks for began, ended in own) for ranks in figures["timeline"].values()]
     assert max(busy) < 1.1 * min(busy)

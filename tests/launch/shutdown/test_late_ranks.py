@@ -15,8 +15,8 @@ import os, sys, time
 from pathlib import Path
 import torch
 import odc_mpi
+from odc_mpi.comm.transport import ShardStorage
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.shard.model import ShardedModel
 
 world = odc_mpi.World(timeout_s=3)
@@ -97,20 +97,24 @@ with WindowKVExchange(windows, 1, (0, 4, 8), (1, 0), "sequence 7") as exchange:
         context_parallel_attention(*torch.randn(3, 1, 1, 4, 8), None, layer, exchange)
 """
 
-#: On one node every fetch completes, so here the flush of one does not.
-FETCH_HANGS = """
+#: On one node every fetch and push completes, so here rank 1 waits for one that does not.
+HANGS = """
 class Hanging(ShardStorage):
     def allocate(self):
-        parameters, fetched = transport.parameters, []
-        start_gets = parameters.start_gets
+        parameters, gradients = transport.parameters, transport.gradients
+        store, name, place, flush = {
+            "fetch": (parameters, "start_gets", parameters._window, "flush"),
+            "push": (gradients, "push", gradients, "_flush_local"),
+        }["KIND"]
+        started, start = [], getattr(store, name)
 
-        def start(index, buffer):
-            fetched.append(index)
-            if world.rank == 1 and fetched.count(len(parameters.layouts) - 1) == 8:
-                parameters._window.flush = lambda: time.sleep(60)
-            return start_gets(index, buffer)
+        def hanging(index, *arguments):
+            started.append(index)
+            if world.rank == 1 and started.count(len(parameters.layouts) - 1) == 4:
+                setattr(place, flush, lambda: time.sleep(60))
+            return start(index, *arguments)
 
-        parameters.start_gets = start
+        setattr(store, name, hanging)
 
 
 world.timeout_s = 3 if world.rank == 1 else 60
@@ -155,27 +159,6 @@ import subprocess, sys, time
 subprocess.run([sys.executable, *sys.argv[1:]], close_fds=False)
 time.sleep(60)
 """
-
-PUSH_HANGS = """
-class Hanging(ShardStorage):
-    def allocate(self):
-        gradients = transport.gradients
-        push = gradients.push
-
-        def start(index, *arguments):
-            if world.rank == 1 and index == len(transport.parameters.layouts) - 1:
-                gradients._flush_local = lambda: time.sleep(60)
-            return push(index, *arguments)
-
-        gradients.push = start
-
-
-world.timeout_s = 3 if world.rank == 1 else 60
-transport = window_transport(world)
-transport.storages += (Hanging(),)
-train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
-"""
-
 
 #: Collectives within microbatches, as of the baseline. Units of one size are not taken for each other.
 ANOTHER_UNIT = """
@@ -301,10 +284,15 @@ LIBRARY = pytest.mark.library
         ),
         pytest.param(FREES_TICKETS, FREEING + LAST_SEEN + ".*", marks=LIBRARY, id="never frees its tickets"),
         # A fetch or a push that does not complete names the owners.
-        pytest.param(FETCH_HANGS, f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"),
+        pytest.param(
+            HANGS.replace("KIND", "fetch"), f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"
+        ),
         pytest.param(FETCHER_HANGS, FETCHED_FOR_NODE, marks=LIBRARY, id="fetcher of a node hangs"),
         pytest.param(
-            PUSH_HANGS, f"{WAITED}accumulating the gradient of unit 2: {OWNERS}", marks=LIBRARY, id="push hangs"
+            HANGS.replace("KIND", "push"),
+            f"{WAITED}accumulating the gradient of unit 2: {OWNERS}",
+            marks=LIBRARY,
+            id="push hangs",
         ),
     ],
 )

@@ -137,13 +137,6 @@ def test_a_rank_that_stops_before_it_finalizes_ends_the_job():
 
 
 @pytest.mark.library
-def test_a_start_in_time_is_not_ended_later():
-    done = ended_within(start(2, "-c", LATE_START.format(what="pass"), ODC_MPI_START_TIMEOUT_S="40"), 40)
-    assert done.code == 2  # what is wrong with these settings is found
-    assert "expected" in done.err
-
-
-@pytest.mark.library
 @pytest.mark.quick
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
 def test_a_process_alone_leaves_no_name_behind(end):
@@ -193,62 +186,6 @@ def test_a_parameter_that_is_kept_beyond_the_end_of_its_model():
     """With zero-copy it lies in the window's memory, which is gone then."""
     done = launch(2, "-c", KEEPS)
     assert done.code == 0 and done.out.count("still there") == 2, done.err
-
-
-REMOVES_AT_ONCE = """
-import time
-from pathlib import Path
-
-import numpy as np
-from mpi4py import MPI
-
-from odc_mpi.runtime.memory import startup_shm_names, unlink
-
-comm = MPI.COMM_WORLD
-rank, size = comm.Get_rank(), comm.Get_size()
-mine = startup_shm_names()
-time.sleep(0.5)  # no message has been sent yet: ranks are not known to have come as far
-unlink(mine)
-assert not any(Path(name).exists() for name in mine)
-for numel in (8, 1 << 22):
-    for other in range(size):
-        arrived = np.empty(numel, dtype=np.uint8)
-        comm.Sendrecv(np.full(numel, rank, dtype=np.uint8), other, 0, arrived, other, 0)
-        assert (arrived == other).all()
-assert all(names == comm.allgather(mine)[0] for names in comm.allgather(mine)), "every rank maps the memory of all"
-for make in (comm.Dup, lambda: comm.Split(rank % 2, rank), lambda: comm.Split_type(MPI.COMM_TYPE_SHARED)):
-    new = make()
-    assert (new.allreduce(np.ones(1 << 17)) == new.Get_size()).all()
-    window = MPI.Win.Allocate_shared(4096, 1, MPI.INFO_NULL, new)
-    window.Fence()
-    window.Free()
-    new.Free()
-memory, read = np.full(8, rank, dtype=np.uint8), np.empty(8, dtype=np.uint8)
-after = (rank + 1) % size
-windows = [MPI.Win.Allocate(8, 1, MPI.INFO_NULL, comm), MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm)]
-windows.append(MPI.Win.Create_dynamic(MPI.INFO_NULL, comm))
-windows[2].Attach(memory)
-np.asarray(windows[0].tomemory())[:] = rank
-places = [0, 0, comm.allgather(MPI.Get_address(memory))[after]]
-for window, place in zip(windows, places, strict=True):
-    window.Fence()
-    window.Get(read, after, (place, 8, MPI.BYTE))
-    window.Fence()
-    assert (read == after).all()
-    read[:] = 255
-comm.Barrier()
-windows[2].Detach(memory)
-for window in windows:
-    window.Free()
-print("all at work", flush=True)
-"""
-
-
-@pytest.mark.library
-def test_no_library_opens_the_memory_of_its_start_by_name_later():
-    """So the names may go as soon as MPI has started (docs/windows.md)."""
-    done = launch(4, "-c", REMOVES_AT_ONCE)
-    assert done.code == 0 and done.out.count("all at work") == 4, done.err
 
 
 #: Handlers of `atexit` run in reverse order, and MPI_Finalize after the last one.

@@ -20,8 +20,18 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 SIZES = [1, 7, 33, 1000, 65_537]
 
 
-def assert_like_plain(world, dataset_path, freeze=(), **changes):
-    """Train over collectives; losses and parameters are those of the plain loop."""
+@pytest.mark.parametrize(
+    ("freeze", "changes"),
+    [
+        ((), {"data.balance": "lb_micro"}),
+        ((), {"data.balance": "local_sort", "model.config.tie_word_embeddings": "false"}),
+        (FROZEN[2], {"model.config.tie_word_embeddings": "false"}),
+        ((), {"data.minibatch_sequences": 1}),
+    ],
+    ids=["lb_micro", "local_sort", "frozen", "fewer sequences than ranks"],
+)
+def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, freeze, changes):
+    """Seven sequences, so that ranks have different numbers of microbatches and pad; or parts of units frozen."""
     constant = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.learning_rate": 5e-3}
     config = configure(dataset_path, **constant | changes)
     inputs = open_inputs(config, world.rank, world.size)
@@ -33,21 +43,6 @@ def assert_like_plain(world, dataset_path, freeze=(), **changes):
     assert [sum(step) for step in zip(*parts, strict=True)] == pytest.approx(losses, rel=1e-5)
     assert_close(baseline.model.state_dict(), wanted)
     baseline.close()
-
-
-@pytest.mark.parametrize(("balance", "tied"), [("lb_micro", "true"), ("local_sort", "false")])
-def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied):
-    """Seven sequences, so that ranks have different numbers of microbatches and pad."""
-    changes = {"data.balance": balance, "model.config.tie_word_embeddings": tied}
-    assert_like_plain(world, dataset_path, **changes)
-
-
-def test_frozen_parts_of_units_do_not_change_and_the_others_are_trained(world, dataset_path):
-    assert_like_plain(world, dataset_path, FROZEN[2], **{"model.config.tie_word_embeddings": "false"})
-
-
-def test_fewer_sequences_than_ranks(world, dataset_path):
-    assert_like_plain(world, dataset_path, **{"data.minibatch_sequences": 1})
 
 
 def recording(transport):

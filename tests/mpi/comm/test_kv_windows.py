@@ -132,22 +132,3 @@ def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
 def test_flags_follow_the_copies_of_a_device(late_windows, world):
     """What has not arrived in a window is NaN, and what is overwritten before it has left is noticed."""
     assert_sequence_after_sequence(late_windows, world)
-
-
-@pytest.mark.sizes(3, 4)
-def test_no_other_rank_waits(windows, world):
-    """A rank without a chunk continues while the others compute theirs; one of these ranks is late."""
-    bounds, ranks = (0, 15, TOKENS), (0, 1)
-    ended = time.time()
-    own = None
-    if world.rank in ranks:
-        slow = (lambda layer: time.sleep(0.2)) if world.rank == 0 else (lambda layer: None)
-        own = run_chunk(windows, 1, 9, bounds, ranks, slow)
-        ended = time.time()
-    times = world.gather_objects(ended)
-    assert all(times[rank] < min(times[0], times[1]) for rank in range(2, world.size))
-    assert_unsplit(world, 9, bounds, ranks, own)
-
-
-def test_memory_is_bounded_and_reported(windows):
-    assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES

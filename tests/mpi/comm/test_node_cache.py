@@ -2,7 +2,6 @@
 
 import copy
 import random
-import time
 
 import numpy as np
 import pytest
@@ -61,21 +60,6 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
         transport.complete_gradients(np.zeros(1))
     shared = sum(shared for node, shared in nodes.gather_objects((nodes.node, shared)) if node == nodes.node)
     assert shared == (3 * ROUNDS * len(SIZES) if nodes.local_size == 2 else 0)
-
-
-def test_a_slow_rank_reads_one_publication_until_gradients_are_complete(nodes, allocate):
-    """The other rank of its node is as far ahead as it may be, and it comes late to the next publication, too."""
-    transport = allocate(window_transport(nodes, node_cache=True, progress=True), SIZES)
-    slow = nodes.rank == 1
-    for number in range(4):
-        write_own_parameters(transport, number)
-        time.sleep(0.05 * slow)
-        fetched = [transport.parameters.fetch(index).wait() for index in range(len(SIZES))]
-        time.sleep(0.05 * slow)
-        for index, array in enumerate(fetched):
-            assert (array == 10 * number + index).all(), "parameters of another publication"
-            transport.parameters.release(array)
-        transport.complete_gradients(np.zeros(1))
 
 
 def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):

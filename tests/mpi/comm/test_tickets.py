@@ -35,35 +35,6 @@ def assert_each_once(everyone, count):
         assert drawn == sorted(drawn), "a rank gets positions in the order of the list"
 
 
-def test_a_slow_rank_gets_few(world, tickets):
-    """The last rank takes 50 ms for a position, the others 1 ms."""
-    count = 8 * world.size
-    published(world)
-    drawn = []
-    for position in tickets.draw(count):
-        drawn.append(position)
-        time.sleep(0.05 if world.rank == world.size - 1 else 0.001)
-    everyone = gather_drawn(world, drawn)
-    assert_each_once(everyone, count)
-    if world.size > 1:
-        assert len(everyone[-1]) <= 3, [len(drawn) for drawn in everyone]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_late_rank_draws_nothing_and_no_rank_waits_for_it(world, tickets):
-    published(world)
-    began = time.perf_counter()
-    if world.rank == 0:  # which hosts the counter, and computes
-        while time.perf_counter() - began < 0.5:
-            np.dot(np.ones(1000), np.ones(1000))
-    drawn = list(tickets.draw(3 * world.size))
-    took = time.perf_counter() - began
-    everyone = gather_drawn(world, drawn)
-    assert_each_once(everyone, 3 * world.size)
-    assert everyone[0] == []
-    assert world.rank == 0 or took < 0.25
-
-
 def test_a_position_is_drawn_when_it_is_asked_for(world, tickets):
     """A rank that stops asking leaves the rest to the others."""
     published(world)
@@ -86,28 +57,6 @@ class Nodes:
 
     def __getattr__(self, name):
         return getattr(self._world, name)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("nodes", [[0, 1, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]], ids=str)
-def test_several_nodes_share_the_positions_and_steal_what_is_left(world, nodes):
-    nodes = nodes[: world.size]
-    made = Tickets(Nodes(world, nodes))
-    for count in (0, 1, world.size, 7 * world.size + 3):
-        drawn = []
-        for position in made.draw(count):
-            drawn.append(position)
-            if nodes[world.rank] == 0 and len(drawn) == 1:
-                world.gather_objects(None)  # until the ranks of the other nodes have drawn all that is left
-        if nodes[world.rank] != 0 or not drawn:
-            world.gather_objects(None)
-        everyone = gather_drawn(world, drawn)
-        assert sorted(position for drawn in everyone for position in drawn) == list(range(count))
-        made.reset()
-        published(world)
-    assert sum(len(drawn) for drawn, node in zip(everyone, nodes, strict=True) if node == 0) <= nodes.count(0)
-    world.gather_objects(None)
-    made.close()
 
 
 @pytest.mark.parametrize(

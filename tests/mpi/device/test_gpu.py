@@ -3,8 +3,6 @@
 import os
 from functools import partial
 
-import gpu as benchmark
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +12,7 @@ from odc_mpi import api
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
-from odc_mpi.comm.kernels import native
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
-from odc_mpi.training.settings import dump
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
 
@@ -167,17 +163,6 @@ def test_window_memory_is_what_torch_sees(window_memory):
     assert other.view(torch.float32).sum().item() == 2 << 20
 
 
-def test_slots_are_added_while_the_computation_runs(window_memory):
-    shard = window_memory.empty_for_windows(4000).view(torch.float32).zero_()
-    values = torch.arange(500.0, device=shard.device)
-    window_memory.record_event().synchronize()
-    window_memory.add_segments(shard, [(0, values), (100, values), (500, values)]).synchronize()
-    wanted = np.zeros(1000)
-    for start in (0, 100, 500):
-        wanted[start : start + 500] += np.arange(500.0)
-    assert np.array_equal(shard.cpu().numpy(), wanted)
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 @pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
@@ -191,33 +176,3 @@ def test_windows_on_the_gpu_give_what_a_plain_loop_does(
     changes = {"comm.window_device": "auto", "comm.reduction": reduction, "comm.prefetch": prefetch}
     changes |= {"run.device": "cuda", "optim.device": optimizer, "data.balance": "lb_mini"}
     assert_trains_as_plain_torch(world, dataset_path, changes | {"model.param_dtype": param_dtype})
-
-
-#: GB/s that no GPU of today moves: what is faster was not waited for.
-IMPOSSIBLE = 30_000.0
-
-
-def test_the_benchmark_s_figures_are_possible(world, dataset_path, shared_dir):
-    changes = {"run.device": "cuda", "model.param_dtype": "bfloat16", "optim.learning_rate": 1e-3}
-    path = shared_dir / "bench_gpu.yaml"
-    if world.rank == 0:
-        path.write_text(dump(configure(dataset_path, **changes)))
-    world.gather_objects(None)
-    device = find_device("cuda", world.local_rank)
-    options = benchmark.Options([4 << 20, 64 << 20], repeats=2, steps=1, config=str(path))
-    result = benchmark.measure(world, device, options)
-    for size in result["sizes"]:
-        assert {"copy_device", "copy_to_device", "fetch_host", "push_host_mailbox"} < set(size["variants"])
-        for name, entry in size["variants"].items():
-            assert 0 < entry["gb_per_s"]["median"] < IMPOSSIBLE, name
-            # The same bytes go over the same link, and something else is done besides.
-            assert entry["of_link"] is None or entry["of_link"] < 1.2, name
-    for size in result["kernels"]:
-        assert ("add_bf16" in size["tasks"]) == (native.kernels_unavailable_reason(device.torch_device) is None)
-        for name, entry in size["tasks"].items():
-            assert 0 < entry["gb_per_s"]["median"] < IMPOSSIBLE, name
-    step = result["step"]
-    assert step["overhead"]["host_windows"]["median"] > -0.5
-    assert max(step["loss_deviation"].values()) < step["tolerance"]
-    if not {"push_device_accumulate", "push_device_mailbox"} <= set(result["left_out"]):
-        assert "fetch_device" in result["sizes"][-1]["variants"]

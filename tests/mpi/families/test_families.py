@@ -171,13 +171,8 @@ def test_adapters_train_as_in_peft(world, dataset_path, base, family):
     lines, _ = train_to_the_end(config, world)
 
     def compare():
-        settings = {"target_modules": modules, "target_parameters": parameters, "task_type": "CAUSAL_LM"}
-        adapted = peft.get_peft_model(reference, peft.LoraConfig(r=4, lora_alpha=16, **settings))
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if parameter.requires_grad:
-                    first = inputs.model.weights.read(name.removeprefix("base_model.model."), 0, parameter.numel())
-                    parameter.copy_(first.view(parameter.shape))
+        lora = {"r": 4, "lora_alpha": 16, "target_modules": modules, "target_parameters": parameters}
+        adapted = torch_reference.with_adapters(reference, inputs.model.weights, **lora)
         minibatches = [minibatch.indices for minibatch in itertools.islice(inputs.loader, 2)]
         losses = torch_reference.train(adapted, inputs.dataset, minibatches, config.optim)
         assert [line["loss"] for line in lines] == pytest.approx(losses, rel=2e-5)

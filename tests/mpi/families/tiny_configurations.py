@@ -2,84 +2,28 @@
 
 import transformers
 
-#: Settings of all families, as far as a family has them. Windows and chunks are shorter than most sequences.
-_COMMON = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "sliding_window": 8,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "d_model": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-    "rotary_dim": 8,
-    "attention_chunk_size": 8,
-    "floor_scale": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "intermediate_size_mlp": 96,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "state_size": 16,
-    "ssm_state_size": 16,
-    "mamba_d_state": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "n_groups": 1,
-    "chunk_size": 8,
-    "mamba_chunk_size": 8,
-    "lru_width": 64,
-    "attention_window_size": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 512,
-    "global_head_dim": 16,
-    "attention_hidden_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "router_jitter_noise"), 0.0),
-    **dict.fromkeys(("attn_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), 0.0),
-    **dict.fromkeys(
-        (
-            "hidden_dropout",
-            "dropout",
-            "activation_dropout",
-            "layerdrop",
-            "resid_dropout",
-            "residual_dropout",
-            "input_jitter_noise",
-        ),
-        0.0,
-    ),
+#: Names of settings by value. Windows and chunks are shorter than most sequences.
+_VALUES = {
+    512: "vocab_size vocab_size_per_layer_input",
+    64: "hidden_size n_embd d_model word_embed_proj_dim lru_width attention_hidden_size",
+    96: "intermediate_size ffn_dim intermediate_size_mlp",
+    2: "num_hidden_layers num_key_value_heads n_layer n_layers num_experts_per_tok moe_topk moe_k linear_num_key_heads",
+    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim state_size ssm_state_size mamba_d_state linear_key_head_dim "
+    "linear_value_head_dim hidden_size_per_layer_input global_head_dim",
+    4: "num_attention_heads n_head n_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+    "mamba_n_heads linear_num_value_heads",
+    256: "max_position_embeddings n_positions",
+    8: "sliding_window rotary_dim attention_chunk_size floor_scale qk_rope_head_dim chunk_size mamba_chunk_size "
+    "attention_window_size",
+    32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank mamba_d_head",
+    1: "n_shared_experts n_group topk_group first_k_dense_replace n_groups",
+    0.0: "hidden_dropout_prob attention_probs_dropout_prob router_jitter_noise attn_dropout resid_pdrop embd_pdrop "
+    "attn_pdrop attention_dropout hidden_dropout dropout activation_dropout layerdrop resid_dropout residual_dropout "
+    "input_jitter_noise",
 }
+#: Settings of all families, as far as a family has them.
+_COMMON = {name: value for value, names in _VALUES.items() for name in names.split()}
+_COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LATENT = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
 _DECODER = {"decoder_attention_heads": 4, "encoder_attention_heads": 4}
 _HYBRID = {

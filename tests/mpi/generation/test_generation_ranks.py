@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_reference
 from number_words import number_words
+from packed_models import materialized, plain_completion
 from small_training import configure, expected
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,7 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation import run
-from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
+from odc_mpi.generation.generate import SamplingParams, generate
 from odc_mpi.generation.load import GenerateArguments
 from odc_mpi.generation.run import generate_all
 from odc_mpi.models.decoding import Prompt
@@ -31,13 +32,8 @@ LONG = {"run.steps": 4, "optim.lr_scheduler_type": "constant"}
 WORDS = [" ".join(map(str, words)) for words in ([3], [1, 2, 3, 4], [60, 9], [7] * 12, [8, 1])]
 
 
-def reference(model, tokens, index, sampling):
-    torch.manual_seed(prompt_seed(sampling.seed, index))
-    ids = torch.tensor([tokens])
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
-    limits = {"max_new_tokens": sampling.max_new_tokens, "do_sample": bool(drawn), "pad_token_id": 0}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=60, **limits, **drawn)
-    return found[0, len(tokens) :].tolist()
+def completions(model, sampling):
+    return [plain_completion(model, [*map(int, text.split())], i, sampling, 60) for i, text in enumerate(WORDS)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +77,7 @@ def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step)
     model = torch_reference.unsharded_model(inputs.model, trained.model.config).eval()
     model.load_state_dict(parameters, strict=False)
     model.set_attn_implementation("sdpa")
-    wanted = [reference(model, [*map(int, text.split())], index, sampling) for index, text in enumerate(WORDS)]
+    wanted = completions(model, sampling)
     assert [one.tokens for one in found] == wanted
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line.get("prompt") for line in lines] == [*WORDS[:3], None, None]
@@ -91,30 +87,19 @@ def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step)
     assert [line["num_tokens"] for line in lines] == [len(tokens) for tokens in wanted]
 
 
-def loaded(path, *, with_adapters):
-    """The model of a run in plain torch, in one process."""
-    meta_model = load_model(path)
-    for name, parameter in list(meta_model.module.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        value = meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
-        if ".lora_" in name and not with_adapters:
-            value.zero_()
-        meta_model.module.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
-    meta_model.module.set_attn_implementation("sdpa")
-    meta_model.module.config.use_cache = True
-    return meta_model.module.eval()
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of peft itself
 def test_adapters_count(world, shared_dir, dataset_path, trained):
     settings = {"lora.r": 4, "optim.learning_rate": 0.1, "run.dir": shared_dir / "adapted", "run.checkpoint_every": 5}
     train(configure(dataset_path, **settings), world)
     found = generate_all(job(shared_dir, source=shared_dir / "adapted", sampling=SAMPLINGS[1]), world)
-    wanted, base = (
-        [reference(model, [*map(int, text.split())], number, SAMPLINGS[1]) for number, text in enumerate(WORDS)]
-        for model in (loaded(shared_dir / "adapted", with_adapters=given) for given in (True, False))
-    )
-    assert [one.tokens for one in found] == wanted != base
+    model = materialized(load_model(shared_dir / "adapted")).eval()
+    model.set_attn_implementation("sdpa")
+    model.config.use_cache = True
+    assert [one.tokens for one in found] == (wanted := completions(model, SAMPLINGS[1]))
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.zeros_(parameter)
+    assert completions(model, SAMPLINGS[1]) != wanted
 
 
 def test_a_hugging_face_directory(world, shared_dir, trained):
@@ -127,8 +112,7 @@ def test_a_hugging_face_directory(world, shared_dir, trained):
     world.gather_objects(None)
     found = generate_all(job(shared_dir, source=shared_dir / "exported", tokenizer=None), world)
     model = AutoModelForCausalLM.from_pretrained(shared_dir / "exported", dtype=torch.bfloat16).eval()
-    wanted = [reference(model, [*map(int, text.split())], number, SAMPLINGS[0]) for number, text in enumerate(WORDS)]
-    assert [one.tokens for one in found] == wanted
+    assert [one.tokens for one in found] == completions(model, SAMPLINGS[0])
     with pytest.raises(AllRanksUserError, match="--step requires a run"):
         generate_all(job(shared_dir, source=shared_dir / "exported", tokenizer=None, step="4"), world)
 

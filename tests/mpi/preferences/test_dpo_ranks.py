@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 import shutil
 import time
@@ -10,17 +9,15 @@ import time
 import pytest
 import torch
 import torch_reference
-from small_training import QWEN2, assert_close, configure, first_minibatches, on_first_rank, train_to_the_end
+from exact_runs import ExactRuns
+from small_training import QWEN2, assert_saved, configure, first_minibatches, on_first_rank, train_to_the_end
 from torch.nn.functional import logsigmoid
 
-from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.state import CheckpointWeights
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, StoppedError
 from odc_mpi.models import families
 from odc_mpi.models.logps import token_logps
-from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.pairs import reference as reference_module
 from odc_mpi.training.stop import StopRequest
 
@@ -97,13 +94,7 @@ def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base
         with Dataset(pairs_path) as dataset:
             losses = plain_losses(config, dataset, module)
         assert [line["loss"] for line in steps] == pytest.approx(losses, rel=1e-6)
-        with open_newest_checkpoint(base) as checkpoint:
-            weights = CheckpointWeights(checkpoint)
-            trained = {
-                name: weights.read(name, 0, tensor.numel()).view(tensor.shape)
-                for name, tensor in module.named_parameters()
-            }
-        assert_close(trained, dict(module.named_parameters()))
+        assert_saved(base, module)
         with Dataset(pairs_path.with_suffix(".eval.h5")) as held_out, torch.no_grad():
             first = torch_reference.initial_model(config)
             ratios = torch.stack(
@@ -124,18 +115,12 @@ def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base
     [pytest.param("lb_mini", marks=pytest.mark.sizes(2)), pytest.param("dynamic", marks=pytest.mark.sizes(3))],
 )
 def test_exact_runs_have_the_bits_of_one_rank(world, pairs_path, base, balance):
-    alone = world.split("self")
-    changes = {"run.exact": True, "data.balance": balance, "run.steps": 3}
-    one, _ = train_to_the_end(settings(pairs_path, base / f"alone_{world.rank}", **changes), alone, world)
-    all_ranks, summary = train_to_the_end(settings(pairs_path, base / "all", **changes), world)
-    wanted = json.loads((base / "alone_0" / "summary.json").read_text())
-    assert summary["parameters_digest"] == wanted["parameters_digest"]
-    names = [name for name in one[-1] if name == "loss" or name.startswith(("eval_", "rewards/", "logps/"))]
+    exact = ExactRuns(world, base, lambda folder, changes: settings(pairs_path, folder, **changes))
+    changes = {"run__exact": True, "data__balance": balance, "run__steps": 3}
+    found = exact.train("all", world, **changes)
+    assert found == exact.alone(**changes)
+    names = [name for name in found[1][-1] if name.startswith(("eval_", "rewards/", "logps/"))]
     assert len(names) > 10
-    for first, second in zip(one, all_ranks, strict=True):
-        assert {name: first.get(name) for name in names if name != "eval_s"} == {
-            name: second.get(name) for name in names if name != "eval_s"
-        }
 
 
 @pytest.mark.sizes(2)
@@ -192,10 +177,9 @@ def test_log_probabilities_that_cannot_be_written_end_the_run(world, pairs_path,
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("late", [False, True], ids=["in its first microbatch", "before its first microbatch"])
-def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, monkeypatch, late):
+def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, monkeypatch):
     """Rank 1 waits until rank 0 has computed all pairs, except those of a microbatch that rank 1 has claimed."""
-    score, run, claimed = reference_module.ReferenceLogps._score, ForwardPass.run, base / "claimed"
+    score, claimed = reference_module.ReferenceLogps._score, base / "claimed"
 
     def wait_for(condition):
         end = time.monotonic() + 30
@@ -203,32 +187,22 @@ def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, 
             assert time.monotonic() < end, "the other rank does not continue"
             time.sleep(0.001)
 
-    def wait_for_others(indices=()):
-        claimed.touch()
-        wait_for(lambda: len(list(base.glob("pair_*"))) + len(indices) >= 35)
-
     def score_slowly(self, microbatch):
         if world.rank == 0:
             wait_for(claimed.exists)
         elif not claimed.exists():
-            wait_for_others(microbatch.indices)
+            claimed.touch()
+            wait_for(lambda: len(list(base.glob("pair_*"))) + len(microbatch.indices) >= 35)
         result = score(self, microbatch)
         for index in microbatch.indices:
             (base / f"pair_{world.rank}_{index}").touch()
         return result
 
-    def run_late(self, *arguments):
-        if late and world.rank == 1 and not claimed.exists():
-            wait_for_others()
-        return run(self, *arguments)
-
     monkeypatch.setattr(reference_module.ReferenceLogps, "_score", score_slowly)
-    monkeypatch.setattr(ForwardPass, "run", run_late)
     changes = {"data.eval_path": None, "run.eval_on_start": None}
     lines, _ = train_to_the_end(settings(pairs_path, base, **changes), world)
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    computed = [len(list(base.glob(f"pair_{rank}_*"))) for rank in range(2)]
-    assert sum(computed) == 35 and (computed[1] == 0) == late
+    assert len(list(base.glob("pair_*"))) == 35
 
 
 @pytest.mark.sizes(2)
@@ -244,6 +218,10 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(world, pairs_path,
     on_first_rank(world, lambda: forget(4, 5))
     lines, _ = train_to_the_end(config, world)
     assert lines[3:] and [line.get("loss") for line in lines] == [line.get("loss") for line in whole]
+    with pytest.raises(AllRanksUserError, match=r"run\.objective: expected dpo, that of the checkpoint"):
+        train_to_the_end(
+            settings(pairs_path, base, **{"run.objective": "reward", "model.config.pad_token_id": 0}), world
+        )
     # Another run continues with the values in the directory of the checkpoint.
     on_first_rank(world, lambda: forget(4, 5))
     other, _ = train_to_the_end(settings(pairs_path, base / "other", **changes, **{"run.resume": base}), world)

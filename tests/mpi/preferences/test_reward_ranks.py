@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch_reference
 import transformers
-from small_training import assert_close, configure, first_minibatches, on_first_rank, train_to_the_end
+from exact_runs import ExactRuns
+from small_training import assert_saved, configure, first_minibatches, on_first_rank, train_to_the_end
 from torch.nn.functional import logsigmoid
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
-from odc_mpi.checkpoint.state import CheckpointWeights
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
@@ -85,11 +85,7 @@ def test_losses_and_metrics_of_rewards_are_those_of_a_plain_loop(world, pairs_pa
             minibatches = first_minibatches(config, dataset)
             losses = torch_reference.train(module, dataset, minibatches, config.optim, compute_loss)
         assert [line["loss"] for line in lines[1:]] == pytest.approx(losses, rel=1e-6)
-        with open_newest_checkpoint(base) as checkpoint:
-            weights = CheckpointWeights(checkpoint)
-            named = dict(module.named_parameters())
-            trained = {name: weights.read(name, 0, tensor.numel()).view(tensor.shape) for name, tensor in named.items()}
-        assert_close(trained, named)
+        assert_saved(base, module)
         with Dataset(pairs_path.with_suffix(".eval.h5")) as held_out, torch.no_grad():
             check_metrics(lines[-1], "eval_", compute_rewards(module, held_out, range(10)))
             loss = compute_loss(module, held_out, range(10)).item()
@@ -115,32 +111,15 @@ def check_metrics(line, prefix, rewards):
     "adapters",
     [
         pytest.param({}, id="full", marks=pytest.mark.sizes(3)),
-        pytest.param({"lora.r": 4}, id="adapters", marks=pytest.mark.sizes(2)),
+        pytest.param({"lora__r": 4}, id="adapters", marks=pytest.mark.sizes(2)),
     ],
 )
 def test_exact_reward_models_have_the_bits_of_one_rank(world, pairs_path, base, adapters):
-    alone = world.split("self")
-    changes = {"run.exact": True, "data.balance": "dynamic", "run.steps": 3, **adapters}
-    one, _ = train_to_the_end(settings(pairs_path, base / f"alone_{world.rank}", **changes), alone, world)
-    all_ranks, summary = train_to_the_end(settings(pairs_path, base / "all", **changes), world)
-    wanted = json.loads((base / "alone_0" / "summary.json").read_text())
-    assert summary["parameters_digest"] == wanted["parameters_digest"]
-    names = [*NAMES, *(f"eval_{name}" for name in NAMES)]
-    assert all(name in one[-1] for name in names)
-    assert [[line.get(name) for name in names] for line in one] == [
-        [line.get(name) for name in names] for line in all_ranks
-    ]
-
-
-@pytest.mark.sizes(2)
-def test_a_resumed_reward_model_has_the_losses_of_an_uninterrupted_one(world, pairs_path, base):
-    changes = {"run.exact": True, "run.checkpoint_every": 2, "optim.lr_scheduler_type": "constant"}
-    whole, _ = train_to_the_end(settings(pairs_path, base / "whole", **changes), world)
-    train_to_the_end(settings(pairs_path, base / "parts", **changes, **{"run.steps": 2}), world)
-    lines, _ = train_to_the_end(settings(pairs_path, base / "parts", **changes), world)
-    assert [line["loss"] for line in lines[3:]] == [line["loss"] for line in whole[3:]]
-    with pytest.raises(AllRanksUserError, match=r"run\.objective: expected reward, that of the checkpoint"):
-        train_to_the_end(configure(pairs_path, **{"run.objective": "dpo", "run.dir": base / "parts"}), world)
+    exact = ExactRuns(world, base, lambda folder, changes: settings(pairs_path, folder, **changes))
+    changes = {"run__exact": True, "data__balance": "dynamic", "run__steps": 3, **adapters}
+    found = exact.train("all", world, **changes)
+    assert found == exact.alone(**changes)
+    assert found[1][-1].keys() >= {*NAMES, *(f"eval_{name}" for name in NAMES)}
 
 
 @pytest.mark.sizes(2)

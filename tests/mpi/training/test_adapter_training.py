@@ -1,7 +1,6 @@
 """Adapters over windows: losses and weights of peft in plain torch, checkpoints of them alone, and what they cost."""
 
 import contextlib
-import copy
 import itertools
 import json
 
@@ -10,12 +9,9 @@ import pytest
 import small_training
 import torch
 import torch_reference
-import transformers
 from small_training import QWEN2
 
-from odc_mpi.api import shard_model
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.cli.main import main
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models import build as models
@@ -183,66 +179,28 @@ def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
 
 
 def test_frozen_parameters_cost_nothing_in_a_backward(world, dataset_path):
-    inputs = open_inputs(configure(dataset_path), world.rank, world.size)
-    trainer = build_trainer(configure(dataset_path), world, inputs, decide(configure(dataset_path), world))
-    model, pushed = trainer.model, []
-    gradients = model._transport.gradients
+    config = configure(dataset_path)
+    inputs = open_inputs(config, world.rank, world.size)
+    trainer = build_trainer(config, world, inputs, decide(config, world))
+    model, gradients, pushed = trainer.model, trainer.model._transport.gradients, set()
     push = gradients.push
 
-    def count(index, gradient, start=0):
-        pushed.append((index, gradient.nbytes))
+    def note(index, gradient, start=0):
+        pushed.add(index)
         return push(index, gradient, start)
 
-    gradients.push = count
+    gradients.push = note
     trainer.step()
-    trained = [layout.trainable for layout in model.layouts]
-    assert trained.count(True) == QWEN2["num_hidden_layers"], "one array of each layer, none of the root"
-    assert trained.count(False) == QWEN2["num_hidden_layers"] + 1
-    hosted = {}
-    for index in range(len(trained)):
-        with contextlib.suppress(KeyError):
-            hosted[index] = gradients.shard(index).nbytes
-    assert [index in hosted for index in range(len(trained))] == trained
-    assert sum(hosted.values()) == sum(4 * layout.shard_numel for layout in model.layouts if layout.trainable)
-    numel = sum(slot.spec.numel for layout in model.layouts if layout.trainable for slot in layout.ranges)
-    assert numel == sum(p.numel() for name, p in inputs.model.module.named_parameters() if ".lora_" in name)
-    state = trainer.update.optimizer.state.values()
-    elements = sum(value.numel() for kept in state for value in kept.values() if value.dim())
-    assert sum(world.gather_objects(elements)) == 2 * numel, "AdamW's two moments of adapters, and no more"
-    assert {index for index, _ in pushed} <= hosted.keys()
-    calls = sum(1 for _ in pushed)
-    most = max(4 * layout.numel for layout in model.layouts if layout.trainable)
-    assert sum(num_bytes for _, num_bytes in pushed) <= calls * most
-    assert sum(world.gather_objects(calls)) > 0
-    world.gather_objects(None)
-    model.close()
-
-
-@pytest.mark.sizes(2)
-def test_a_model_that_peft_has_wrapped(world):
-    """By hand, each parameter in its own type: a base in bf16, adapters in fp32."""
-    torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(**QWEN2)
-    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    alone = copy.deepcopy(wrapped)
-    tokens = torch.randint(61, (2, 9))
-    model = shard_model(wrapped, world)
-    optimizer = torch.optim.SGD(model.shard_parameters(), lr=1.0)
-    optimizer_alone = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=1.0)
-    for _ in range(2):
-        with model.minibatch():
-            for row in tokens[world.rank :: world.size]:
-                model(input_ids=row[None], labels=row[None]).loss.backward()
-        optimizer.step()
-        model.publish()
-        for row in tokens:
-            alone(input_ids=row[None], labels=row[None]).loss.backward()
-        optimizer_alone.step()
-        optimizer_alone.zero_grad()
-    state = model.state_dict()
-    assert_trained_alike(state, {n: p.detach() for n, p in alone.named_parameters() if p.requires_grad}, 1e-4, 1e-6)
-    assert {value.dtype for name, value in state.items() if "lora_" in name} == {torch.float32}
+    trained = {index for index, layout in enumerate(model.layouts) if layout.trainable}
+    num_layers = QWEN2["num_hidden_layers"]
+    assert (len(trained), len(model.layouts)) == (num_layers, 2 * num_layers + 1), "one array of each layer"
+    assert any(world.gather_objects(pushed)) and pushed <= trained
+    for index, layout in enumerate(model.layouts):
+        with contextlib.nullcontext() if index in trained else pytest.raises(KeyError):
+            assert gradients.shard(index).nbytes == 4 * layout.shard_numel
+    numel = sum(p.numel() for name, p in inputs.model.module.named_parameters() if ".lora_" in name)
+    states = (value for kept in trainer.update.optimizer.state.values() for value in kept.values() if value.dim())
+    assert sum(world.gather_objects(sum(value.numel() for value in states))) == 2 * numel, "AdamW's two moments"
     world.gather_objects(None)
     model.close()
 
@@ -281,25 +239,6 @@ def test_a_run_goes_on(world, saved, dataset_path, shared_dir):
     train(configure(dataset_path, **(settings | {"run.steps": 4})), world)
     world.gather_objects(None)
     assert losses_in(run_dir) == pytest.approx(losses_in(shared_dir / "whole"), rel=1e-5)
-
-
-@pytest.mark.sizes(2)
-def test_peft_loads_what_is_exported_and_merging_gives_the_same(world, saved, dataset_path):
-    """The logits of the exported adapters over their base, of the merged model, and of the checkpoint itself."""
-    run_dir, base, _ = saved
-    out, merged = run_dir / "out", run_dir / "merged"
-    tokens = torch.arange(12)[None]
-    if world.rank == 0:
-        assert main(["checkpoint", "export", str(run_dir), "--out", str(out)]) == 0
-        assert main(["checkpoint", "export", str(run_dir), "--out", str(merged), "--merge"]) == 0
-        assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-        plain_base = transformers.AutoModelForCausalLM.from_pretrained(base)
-        before = plain_base(tokens).logits
-        adapted = peft.PeftModel.from_pretrained(plain_base, out)(tokens).logits
-        whole = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
-        assert (adapted - before).abs().max() > 1e-2, "the adapters do something"
-        torch.testing.assert_close(whole, adapted, rtol=1e-5, atol=1e-5)
-    world.gather_objects(None)
 
 
 @pytest.mark.sizes(2)

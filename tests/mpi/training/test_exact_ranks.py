@@ -96,27 +96,25 @@ def test_slow_ranks_change_no_bit(world, exact, monkeypatch):
 
 
 @pytest.mark.sizes(4)
-def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, exact):
+@pytest.mark.parametrize("islands", [{}, {"islands__by": 2}], ids=["flat", "islands"])
+def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, exact, islands):
     wanted, wanted_lines = exact.alone()
     first, second = (exact.base / name / "checkpoints" for name in ("first", "second"))
-    _, begin = exact.train("first", world, run__checkpoint_every=2)
+    _, begin = exact.train("first", world, **islands, run__checkpoint_every=2, run__trace_steps=1)
     resumed = {"run__checkpoint_every": 2, "run__resume": first / "step_00000002"}
     _, middle = exact.train("second", world.split("self"), **resumed)
-    digest, end = exact.train("third", world, run__resume=second / "step_00000004")
+    last = dict.fromkeys(islands, 1)
+    digest, end = exact.train("third", world, **last, run__resume=second / "step_00000004")
     assert [lines[0]["step"] for lines in (begin, middle, end)] == [1, 3, 5]
     assert [*begin[:2], *middle[:2], *end] == wanted_lines
     assert digest == wanted
+    if islands:
+        check_records_of_islands(exact.base / "first", 2)
 
 
 def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path):
     changes = {"data.balance": "lb_mini", "model.reduce_dtype": "fixed64"}
     assert_like_plain(configure(dataset_path, **changes), world, like=configure(dataset_path))
-
-
-@pytest.mark.sizes(2)
-def test_what_breaks_it_is_refused(world, exact):
-    with pytest.raises(AllRanksUserError, match=r"^data.balance: expected .* with run.exact, got lb_micro: "):
-        exact.train("refused", world, data__balance="lb_micro")
 
 
 @pytest.mark.sizes(2)
@@ -159,19 +157,6 @@ def test_islands_change_no_bit(world, exact, ranks, way, model):
     if world.size % ranks or ranks == world.size:
         pytest.skip("no islands of this size")
     check(exact, world, way | {"islands__by": ranks}, **model)
-
-
-@pytest.mark.sizes(4)
-def test_a_run_goes_on_from_islands_alone_and_from_there_on_others(world, exact):
-    wanted, wanted_lines = exact.alone()
-    first, second = (exact.base / name / "checkpoints" for name in ("first", "second"))
-    _, begin = exact.train("first", world, islands__by=2, run__checkpoint_every=2, run__trace_steps=1)
-    resumed = {"run__checkpoint_every": 2, "run__resume": first / "step_00000002"}
-    exact.train("second", world.split("self"), **resumed)
-    digest, end = exact.train("third", world, islands__by=1, run__resume=second / "step_00000004")
-    assert [*begin, *end] == [*wanted_lines, wanted_lines[-1]]
-    assert digest == wanted
-    check_records_of_islands(exact.base / "first", 2)
 
 
 def check_records_of_islands(run, num_islands):

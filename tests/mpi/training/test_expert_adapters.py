@@ -5,7 +5,7 @@ import pytest
 import small_training
 import torch
 import transformers
-from test_adapter_training import assert_trained_alike, configure, losses_in, reference, run
+from test_adapter_training import assert_trained_alike, configure, reference, run
 
 from odc_mpi.api import shard_model
 from odc_mpi.cli.main import main
@@ -95,17 +95,12 @@ def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
 
 @pytest.fixture(scope="module")
 def saved(world, shared_dir, dataset_path):
-    """A run over a mixture of experts on disk, stopped after two of four steps; its directory and that of the base."""
+    """A run over a mixture of experts on disk; its directory and that of the base."""
     model = {key.removeprefix("model.config."): value for key, value in QWEN3.items()} | {"mlp_only_layers": [0]}
     base, run_dir = small_training.save_model(world, shared_dir / "experts", **model), shared_dir / "expert_adapters"
-    settings = {"model.path": base, "run.dir": run_dir, "run.resume": "auto", "optim.lr_scheduler_type": "constant"}
-    settings |= {"lora.target_parameters": EXPERTS, "data.balance": "lb_mini", "run.checkpoint_every": 2}
-    train(configure(dataset_path, **(settings | {"run.steps": 2})), world)
-    train(configure(dataset_path, **(settings | {"run.steps": 4})), world)
-    whole = settings | {"run.steps": 4, "run.dir": shared_dir / "whole_expert_adapters"}
-    train(configure(dataset_path, **whole), world)
+    settings = {"model.path": base, "run.dir": run_dir, "lora.target_parameters": EXPERTS, "data.balance": "lb_mini"}
+    train(configure(dataset_path, **settings), world)
     world.gather_objects(None)
-    assert losses_in(run_dir) == pytest.approx(losses_in(whole["run.dir"]), rel=1e-5)
     return run_dir, base
 
 
@@ -118,6 +113,7 @@ def test_peft_loads_adapters_of_experts_and_merging_gives_the_same(world, saved)
     if world.rank == 0:
         assert main(["checkpoint", "export", str(run_dir), "--out", str(out)]) == 0
         assert main(["checkpoint", "export", str(run_dir), "--out", str(merged), "--merge"]) == 0
+        assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     world.gather_objects(None)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     before = plain(tokens).logits

@@ -8,9 +8,10 @@ from small_training import configure
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import TrainingError
+from odc_mpi.observe.callback import Step
 from odc_mpi.training import run
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.nonfinite import NonFiniteStepLimit
+from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.run import build_trainer, decide, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
@@ -41,7 +42,7 @@ def test_a_skipped_step_changes_nothing_and_the_run_recovers(world, dataset_path
     changes = {"optim.max_grad_norm": max_norm, "run.max_skipped_steps": 2, "run.steps": 8}
     config = configure(dataset_path, **changes)
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
-    trainer.callbacks.append(NonFiniteStepLimit(config.run.max_skipped_steps))
+    trainer.callbacks.append(NonFiniteReport(config.run, world, trainer.model, trainer.objective))
     spoil(trainer, world, {2, 4, 5})
     for step, skipped in enumerate((False, True, False, True), 1):
         before = values(trainer)
@@ -51,6 +52,11 @@ def test_a_skipped_step_changes_nothing_and_the_run_recovers(world, dataset_path
         assert all(tensor.isfinite().all() for tensor in after)
     with pytest.raises(TrainingError, match=r"in 2 steps in a row, which is run\.max_skipped_steps"):
         trainer.step()
+    resumed = NonFiniteReport(config.run, world, trainer.model, trainer.objective, trainer.state_dict())
+    resumed.on_step_end(Step(6, None, {"skipped": False}))
+    resumed = NonFiniteReport(config.run, world, trainer.model, trainer.objective, trainer.state_dict())
+    with pytest.raises(TrainingError, match="in 3 steps in a row"):
+        resumed.on_step_end(Step(6, None, {"skipped": True}))
     trainer.model.close()
 
 

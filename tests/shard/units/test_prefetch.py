@@ -20,7 +20,7 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 # The order
 
 
-def follow(order: PrefetchPredictor[str], uses: str, count: int = 1) -> list[str]:
+def follow(order: PrefetchPredictor, uses: str, count: int = 1) -> list[str]:
     """After each use, what is expected next."""
     expected = []
     for unit in uses:
@@ -30,7 +30,7 @@ def follow(order: PrefetchPredictor[str], uses: str, count: int = 1) -> list[str
 
 
 def test_a_changed_order_is_learned_again() -> None:
-    order: PrefetchPredictor[str] = PrefetchPredictor()
+    order = PrefetchPredictor()
     for uses in ("abcd", "abcd", "acbd"):
         order.reset_position()
         follow(order, uses)

@@ -10,16 +10,9 @@ from packed_models import packed_model
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
-from odc_mpi.training.objectives.grpo import GRPOObjective, kl_k3, loss_normalizer, policy_loss
+from odc_mpi.training.objectives.grpo import GRPOObjective, kl_k3, loss_normalizer
 from odc_mpi.training.rl.metrics import RolloutMetrics
 from odc_mpi.training.rl.settings import GRPOConfig
-
-
-def test_the_policy_loss_is_minus_the_advantage_and_so_is_its_gradient():
-    logps, advantages = torch.tensor([-3.0, -0.1, -20.0], requires_grad=True), torch.tensor([1.5, -0.5, 0.0])
-    found = policy_loss(logps, advantages)
-    found.sum().backward()
-    assert found.tolist() == logps.grad.tolist() == [-1.5, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("apart", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])
@@ -64,8 +57,7 @@ def test_sums_do_not_depend_on_the_order_of_microbatches():
     for order in (VALUES, VALUES[::-1]):
         objective.on_step_begin(None)
         for value in order:
-            microbatch = SimpleNamespace(num_tokens=3)
-            objective.on_microbatch_end(SimpleNamespace(microbatch=microbatch, loss=-value, statistics=(value,) * 3))
+            objective.on_microbatch_end(SimpleNamespace(loss=-value, statistics=(value,) * 2))
         sums.append(objective.local_values())
-    assert sums[0] == sums[1] and sums[0][0] == 3 * len(VALUES)
-    assert sums[0][1] == pytest.approx(-sum(VALUES)) and sum(VALUES) != sum(VALUES[::-1])
+    assert sums[0] == sums[1] == (pytest.approx(-sum(VALUES)), pytest.approx(sum(VALUES)), max(VALUES))
+    assert sum(VALUES) != sum(VALUES[::-1])
