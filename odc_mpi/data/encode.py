@@ -88,7 +88,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
 
 
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
-    """Tokenize prompts without completions, or conversations with the generation prompt, as training data.
+    """Tokenize prompts, or conversations with the generation prompt, in the same way as training data.
 
     `examples` must not be empty. Raises a `UserError` if a conversation lacks a chat template, and an
     `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.

@@ -16,7 +16,7 @@ from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 
-_NO_COLUMNS = ("prompt", "messages", "system", "tools")  # but the prompt
+_NO_COLUMNS = ("prompt", "messages", "system", "tools")  # fields that make up the prompt
 #: Names of the arguments that reward functions receive besides the columns.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"

@@ -33,10 +33,10 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files in a directory or data set, keyed by file name, if there are any.
+    """Return the contents of the tokenizer's files in a directory or data set, keyed by file name.
 
-    The type of a tokenizer in a directory may depend on config.json, which is added from the directory `model`, by
-    default `location`.
+    The result is empty if there is no tokenizer. For a directory, config.json, on which the type of the tokenizer may
+    depend, is added from the directory `model`, by default `location`.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)

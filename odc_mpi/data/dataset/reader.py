@@ -121,7 +121,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file, also repeatedly. Attributes remain usable, but sequences can no longer be read."""
+        """Close the file. May be called repeatedly. Attributes remain usable, but sequences can no longer be read."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -157,14 +157,14 @@ def verify_dataset(path: Path) -> str:
     Raises a `UserError` if the file is not a data set or is damaged. The message names the first damaged sequences.
     """
     with Dataset(path) as dataset:
-        damaged: dict[int, DamagedDatasetError] = {}
+        damaged: list[int] = []
         for i in range(len(dataset)):
             try:
                 dataset[i]
-            except DamagedDatasetError as error:
-                damaged[i] = error
+            except DamagedDatasetError:
+                damaged.append(i)
         if damaged:
-            first = ", ".join(map(str, list(damaged)[:_MAX_NUMBERS]))
+            first = ", ".join(map(str, damaged[:_MAX_NUMBERS]))
             raise DamagedDatasetError(path, f"{len(damaged)} of {len(dataset)} sequences, the first: {first}")
         with hdf5_errors(path, "the attributes or the report"), h5py.File(path, "r", locking=False) as file:
             dict(file.attrs)
