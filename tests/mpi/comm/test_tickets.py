@@ -90,7 +90,7 @@ def test_every_position_once_through_thousands_of_minibatches(world, nodes):
     made.close()
 
 
-@pytest.mark.mpi(min_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_a_node_asks_another_once_whether_it_has_any_left(world):
     """The second rank of a node believes the first: it asks no other node at all."""
     made = Tickets(Nodes(world, [0, *[1] * (world.size - 1)]))
@@ -127,7 +127,6 @@ def test_own_node_first(world):
     own, other = world.rank % 2, 1 - world.rank % 2
     assert asked == sorted(asked, key=lambda host: host == other)
     assert own in asked
-    assert {other for asked in world.gather_objects(asked) for other in asked} == {0, 1}, "nobody looked for more"
     everyone = gather_drawn(world, drawn)
     assert sorted(position for drawn in everyone for position in drawn) == list(range(4 * world.size))
     made.close()
