@@ -66,7 +66,8 @@ def generate(module: Any, prompt: Prompt, sampling: SamplingParams, streamer: An
         "eos_token_id": list(prompt.stop) or None,
         "pad_token_id": next(iter(prompt.stop), 0),
     }
-    with generation_mode(module, prompt_seed(sampling.seed, prompt.number)) as decode:
+    with generation_mode(module) as decode:
+        torch.manual_seed(prompt_seed(sampling.seed, prompt.number))
         decoded = decode(tokens, torch.ones_like(tokens), settings, streamer=streamer)
     new: list[int] = decoded[0, len(prompt.tokens) :].tolist()
     return CompletionOutput(prompt.number, new, "stop" if new[-1] in prompt.stop else "length")

@@ -32,15 +32,12 @@ class Prompt(NamedTuple):
 
 
 @contextmanager
-def generation_mode(module: Any, seed: int | None = None) -> Iterator[DecodeFn]:
+def generation_mode(module: Any) -> Iterator[DecodeFn]:
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
-    In the `with` block, the model uses the attention of transformers. The model and random state are restored on exit.
+    `module` is a transformers causal language model, or the `module` of a sharded model. In the `with` block, it uses
+    the attention of transformers. The model and the state of PyTorch's random number generators are restored on exit.
     Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
-
-    Args:
-        module: Transformers causal language model, or the `module` of a sharded model.
-        seed: Seed for the PyTorch random number generators in the `with` block. None keeps their current state.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
     cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -64,8 +61,6 @@ def generation_mode(module: Any, seed: int | None = None) -> Iterator[DecodeFn]:
 
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _with_cache(module):
-        if seed is not None:
-            torch.manual_seed(seed)
         yield decode
 
 

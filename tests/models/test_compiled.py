@@ -60,7 +60,7 @@ def assert_same_training(num_layers, rtol, atol):
     compiled.compile_layers(module)
     for lengths in LENGTHS:
         ours, wanted = loss(module, lengths), loss(plain, lengths)
-        torch.testing.assert_close(ours, wanted, rtol=rtol, atol=0)
+        torch.testing.assert_close(ours, wanted, rtol=rtol / 10, atol=0)
         ours.backward()
         wanted.backward()
     for (name, ours), wanted in zip(module.named_parameters(), plain.parameters(), strict=True):
