@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset
@@ -24,7 +25,7 @@ from odc_mpi.errors import AllRanksUserError
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.training.context_parallel import ChunkMicrobatches
+from odc_mpi.training.context_parallel import chunk_microbatches
 from odc_mpi.training.loop import MinibatchSource
 
 
@@ -68,7 +69,7 @@ class DatasetSource(MinibatchSource):
     """Source of the minibatches that `loader` draws from a prepared data set, which `close` closes.
 
     Idle ranks claim microbatches that a plan has left in a pool, one at a time, with `tickets`. Plans that split
-    sequences require `chunks`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
+    sequences require `windows`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
     """
 
     gathered_names = ("damage",)
@@ -80,12 +81,13 @@ class DatasetSource(MinibatchSource):
         loader: Loader,
         seed: int,
         tickets: Tickets | None,
-        chunks: ChunkMicrobatches | None = None,
+        windows: KVWindows | None = None,
     ) -> None:
         self._world, self._dataset, self._loader = world, dataset, loader
         self._placeholders = PlaceholderDataset(dataset)
         self._before = loader.state_dict()
-        self._seed, self._tickets, self._chunks = seed, tickets, chunks
+        self._seed, self._tickets, self._windows = seed, tickets, windows
+        self._num_splits = 0
 
     def next_minibatch(self) -> Minibatch:
         """Return the next minibatch from the loader."""
@@ -93,8 +95,9 @@ class DatasetSource(MinibatchSource):
         return self._placeholders.apply(next(self._loader))
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or chunks."""
-        chunks = self._chunks.microbatches(minibatch) if self._chunks else ()
+        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or windows."""
+        chunks = chunk_microbatches(self._windows, minibatch, self._num_splits + 1) if self._windows else ()
+        self._num_splits += len(minibatch.plan.splits)
         others = minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch
         for microbatch, chunk in itertools.chain(chunks, ((each, 0) for each in others)):
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
@@ -125,10 +128,10 @@ class DatasetSource(MinibatchSource):
             self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the token count, the throughput and, with `chunks`, the number of split sequences to the metrics."""
+        """Add the token count, the throughput and, with `windows`, the number of split sequences to the metrics."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
-        if self._chunks:
+        if self._windows:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state_dict(self) -> dict[str, Any]:
