@@ -32,7 +32,7 @@ from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, one_line_message
-from odc_mpi.observe.throughput import peak_flops
+from odc_mpi.observe.timing import peak_flops
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import open_inputs, training_flops

@@ -1,20 +1,23 @@
 """Reports on benchmarks and simulations, created from the JSON object that the command prints with `--json`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from odc_mpi.formatting import format_seconds, format_size
 from odc_mpi.report import plots
-from odc_mpi.report.bar_columns import BarColumn, bar_table
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import (
     BLUE,
     GREEN,
     ORANGE,
+    PLAIN_STYLE,
     PURPLE,
     RED,
+    SKY,
+    Bar,
+    BarPanel,
     Curve,
     GanttChart,
     GanttRow,
@@ -39,6 +42,13 @@ HEADINGS = {
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "/")}
+#: Styles of bars, keyed by the first component of the variant's name. Other variants have `PLAIN_STYLE`.
+_BAR_STYLES = {
+    "collective": Style(ORANGE, "/"),
+    "floor": Style("none"),
+    # References that do not use this package for communication.
+    **dict.fromkeys(("ceiling", "fsdp2"), Style(SKY, "\\")),
+}
 #: Labels of curves and table columns, keyed by variant.
 _FETCHES = {
     "memcpy": "memcpy",
@@ -147,13 +157,13 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     wait = result["idle_fraction"]
     is_rl = on_demand == rollouts.ON_DEMAND
     others = {"simulated": result.get("simulated", {})}
-    columns = [
-        BarColumn(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
-        BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
-        BarColumn("s / step", result["step_s"], ".2f"),
-    ]
     islands = [name for name in wait if name.startswith(("islands/", "outer/"))]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *islands, *BOUNDS]
+    panels = [
+        _bar_panel(f"speed-up over {baseline}", names, result["speedup"], ".2f", 1.0, others),
+        _bar_panel("fraction of the time in which ranks wait", names, wait, ".0%"),
+        _bar_panel("s / step", names, result["step_s"], ".2f"),
+    ]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
     if is_rl:
         caption = (
@@ -167,7 +177,7 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
             f"distributed evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest "
             "sequence."
         )
-    return bar_table("speedups", title, columns, names, caption)
+    return _bar_figure("speedups", title, panels, names, caption)
 
 
 def _train(result: Mapping[str, Any]) -> ReportPage:
@@ -175,15 +185,15 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     for name, speed in result["tokens_per_s"].items():
         low, high = result["quartiles"][name]
         speeds[name] = {"low": low, "median": speed, "high": high}
-    columns = [
-        BarColumn("tokens per second, with quartiles", speeds, ",.0f"),
-        BarColumn("as a multiple of FSDP2", ratios, ".2f", 1.0),
-        BarColumn("as a multiple of the ceiling", result["ratio_to_ceiling"], ".2f", 1.0),
+    panels = [
+        _bar_panel("tokens per second, with quartiles", speeds, speeds, ",.0f"),
+        _bar_panel("as a multiple of FSDP2", speeds, ratios, ".2f", 1.0),
+        _bar_panel("as a multiple of the ceiling", speeds, result["ratio_to_ceiling"], ".2f", 1.0),
     ]
     best, fsdp = (max((n for n in ratios if n.startswith(kind)), key=ratios.get) for kind in ("window/", "fsdp2"))
     title = f"{best} trains {ratios[best] / ratios[fsdp]:.2f} times as fast as FSDP2 with its better plan ({fsdp})"
     caption = "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks."
-    figures = [bar_table("speeds", title, columns, speeds, caption)]
+    figures = [_bar_figure("speeds", title, panels, speeds, caption)]
     losses = result["losses"]
     heading = f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
@@ -195,6 +205,48 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
     return _benchmark_report(result, title, subtitle, figures)
+
+
+def _bar_panel(
+    heading: str,
+    names: Iterable[str],
+    figures: Mapping[str, Any],
+    form: str,
+    line: float | None = None,
+    references: Mapping[str, Mapping[str, float]] | None = None,
+) -> BarPanel:
+    """Create a panel with a bar for each variant in `names` that has a value.
+
+    `figures` are keyed by variant. Each is a number, or a mapping with the keys `low`, `median` and `high`.
+    `references` are values from other sources, such as a simulation, keyed by source and variant.
+    """
+    bars = []
+    for name in names:
+        if name in figures:
+            value, spread = figures[name], None
+            if isinstance(value, Mapping):
+                value, spread = value["median"], (value["low"], value["high"])
+            others = {source: values[name] for source, values in (references or {}).items() if name in values}
+            bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], PLAIN_STYLE), spread, others))
+    return BarPanel(heading, bars, form, line)
+
+
+def _bar_figure(name: str, title: str, panels: Sequence[BarPanel], names: Iterable[str], caption: str) -> Figure:
+    """Create a figure with a bar plot and a table, both of which compare the variants in `names`."""
+    cells: dict[str, dict[str, str]] = {}
+    for panel in panels:
+        cells[panel.heading] = {bar.label: _bar_text(bar, panel.form) for bar in panel.bars}
+        for bar in panel.bars:
+            for source, value in bar.references.items():
+                cells.setdefault(source, {})[bar.label] = format(value, panel.form)
+    rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
+    table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
+    return Figure(Plot(name, title, partial(plots.bars, panels)), caption, [table])
+
+
+def _bar_text(bar: Bar, form: str) -> str:
+    quartiles = f" [{bar.spread[0]:{form}}, {bar.spread[1]:{form}}]" if bar.spread else ""
+    return f"{bar.value:{form}}{quartiles}"
 
 
 def _transport(result: Mapping[str, Any]) -> ReportPage:

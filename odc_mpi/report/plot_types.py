@@ -79,6 +79,15 @@ class Bar:
     references: Mapping[str, float] = field(default_factory=dict)
 
 
+class BarPanel(NamedTuple):
+    """Panel of bars, with the format specification of their values, and a vertical line at the value `line`, if any."""
+
+    heading: str
+    bars: Sequence[Bar]
+    form: str
+    line: float | None = None
+
+
 class Curve(NamedTuple):
     """Curve in a panel, in the legend unless its label is "". Missing values are NaN.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, GanttChart, GanttRow, Histogram, Panel, Style
+from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, BarPanel, GanttChart, GanttRow, Histogram, Panel, Style
 from odc_mpi.report.svg import CHARACTER, LINE_HEIGHT, WIDTH, Axes, Drawing, format_short
 
 #: Color of text on bars, which differs from `PAPER` so that dark mode does not replace it.
@@ -73,24 +73,23 @@ def _draw_savings(axes: Axes, end_s: float, saved_s: float) -> None:
     axes.drawing.text((begin + end) / 2, y + 18, f"{saved_s:.3g} s", **place)
 
 
-def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Drawing:
-    """Draw panels of the same bars side by side. Panel `i` has number format `form[i]` and a line at `reference[i]`."""
-    rows, row_height = next(iter(panels.values())), 27
+def bars(panels: Sequence[BarPanel]) -> Drawing:
+    """Draw panels of the same bars side by side."""
+    rows, row_height = panels[0].bars, 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)
     width = (WIDTH - label_width - _GAP * (len(panels) - 1) - 10) / len(panels)
-    for number, (heading, panel) in enumerate(panels.items()):
-        values = [x for bar in panel for x in (bar.value, *(bar.spread or ()), *bar.references.values())]
+    for number, panel in enumerate(panels):
+        values = [x for bar in panel.bars for x in (bar.value, *(bar.spread or ()), *bar.references.values())]
         left = label_width + number * (width + _GAP)
         axes = Axes(drawing, left, 26, width, height, (0, 1.22 * max([1e-9, *values])))
-        drawing.text(left, 14, heading, font_weight="bold")
-        axes.draw_x(lambda x, number=number: format(x, form[number]))  # type: ignore[misc]
-        for row, bar in enumerate(panel):
-            _draw_bar(axes, 26 + row_height * row, row_height, bar, form[number])
-        line = reference[number]
-        if line is not None:
-            drawing.line([(axes.x(line), 26), (axes.x(line), 26 + height)], Style(INK, "--"))
-        names = dict.fromkeys(name for bar in panel for name in bar.references)
+        drawing.text(left, 14, panel.heading, font_weight="bold")
+        axes.draw_x(f"{{:{panel.form}}}".format)
+        for row, bar in enumerate(panel.bars):
+            _draw_bar(axes, 26 + row_height * row, row_height, bar, panel.form)
+        if panel.line is not None:
+            drawing.line([(axes.x(panel.line), 26), (axes.x(panel.line), 26 + height)], Style(INK, "--"))
+        names = dict.fromkeys(name for bar in panel.bars for name in bar.references)
         drawing.legend(
             left, height + 64, ((name, Style(INK, "none"), marker) for name, marker in zip(names, "Dos^", strict=False))
         )

@@ -20,8 +20,9 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Minibatch, find_strategy
+from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
@@ -93,8 +94,7 @@ class ForwardPass:
         """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`. Does not communicate."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
-        minibatch = Minibatch.from_indices(self.dataset, indices, plan, world.rank, data_epoch=0, position=0)
-        return self._placeholders.apply(minibatch)
+        return self._placeholders.apply(Minibatch(0, 0, indices, plan, world.rank, self.dataset))
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
         """Call `score` on each microbatch, without gradients, and return the results of all ranks. Collective.

@@ -46,8 +46,7 @@ from odc_mpi.models.configuration import flatten_config
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
-from odc_mpi.observe.throughput import ThroughputMetrics
-from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, TrafficReport
+from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
 from odc_mpi.probe.decision import Decision

@@ -18,7 +18,7 @@ from test_metrics import ENTRIES, FACTS, REPORTING, SKIPPED
 from odc_mpi.errors import UserError
 from odc_mpi.observe.metrics import Summary
 from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console, terminal_width
-from odc_mpi.observe.throughput import ThroughputMetrics
+from odc_mpi.observe.timing import ThroughputMetrics
 from odc_mpi.training.evaluation import LossEvaluator
 
 COLUMNS = [column for each in [*REPORTING, ThroughputMetrics] for column in each.columns]

@@ -1,11 +1,63 @@
-"""Metrics of islands, without a run."""
+"""Time, epoch, speed per rank, utilization and peak memory of a step, and waits of islands."""
 
+from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.observe import timing
 from odc_mpi.observe.callback import Step
-from odc_mpi.observe.timing import IslandMetrics
+from odc_mpi.observe.timing import IslandMetrics, ThroughputMetrics, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks(name, flops):
+    assert peak_flops(name) == flops
+
+
+def test_a_step(monkeypatch):
+    monkeypatch.setattr(timing.torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(timing.torch.cuda, "max_memory_allocated", lambda device: 7)
+    metrics = ThroughputMetrics(
+        4, torch.device("cuda"), steps_per_epoch=8, flops=CostModel(linear=3e12, quadratic=1e12)
+    )
+    host, device = metrics.local_values()
+    assert host > 1e7 and device == 7
+    dataset = SimpleNamespace(lengths=np.array([5, 9, 2]))
+    minibatch = SimpleNamespace(dataset=dataset, indices=np.array([2, 0]))
+    step = Step(6, minibatch, {"step_s": 2.0, "tokens_per_s": 100.0})
+    metrics.on_gathered(step, SimpleNamespace(per_rank=lambda name: np.array([1.0, 3.0])))
+    metrics.on_step_end(step)
+    found = step.metrics
+    assert (found["epoch"], found["tokens_per_s_per_rank"], found["peak_device_bytes"]) == (0.75, 25.0, 3)
+    # Sequences of 2 and 5 tokens.
+    assert found["mfu"] == pytest.approx((3e12 * 7 + 1e12 * 29) / 2.0 / (4 * 312e12))
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(found["time"])
+    assert 0 <= age.total_seconds() < 60
+
+
+def test_without_a_gpu_and_before_the_first_step():
+    metrics = ThroughputMetrics(1, torch.device("cpu"), steps_per_epoch=8, flops=CostModel())
+    assert metrics._flops is None and metrics.local_values()[1] == 0
+    nothing, evaluated = {"step": 0}, {"step": 0, "eval_loss": 1.0}
+    metrics.on_train_begin(0, nothing)
+    metrics.on_train_begin(0, evaluated)
+    assert nothing == {"step": 0} and evaluated["epoch"] == 0.0 and "time" in evaluated
 
 
 def test_waits_of_islands_are_reported_with_the_next_step_and_all_at_the_end():
