@@ -19,9 +19,9 @@ from odc_mpi.training.settings import Config
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> KVSizes | str | None:
-    """Return the sizes of the buffers for keys and values, or the reason why a run on `size` ranks splits no sequence.
+    """Return the sizes of the buffers for keys and values, or why sequences are not split, or None if it is off.
 
-    The result is None if `data.context_parallel` is off. `meta_model` must not have adapters yet.
+    `meta_model` must not have adapters yet.
     """
     if config.data.context_parallel == "off":
         return None

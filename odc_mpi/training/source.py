@@ -1,8 +1,7 @@
 """Source of minibatches from a prepared data set, and a callback that fits the cost model to measured times.
 
-A rank that cannot read a sequence must not stop at once, because other ranks may be waiting for its microbatches, or
-for the keys and values of a chunk. Instead, it continues with placeholder tokens. When the ranks gather their values at
-the end of the minibatch, all of them discard the gradients, save the last complete step and raise the same error.
+A rank that cannot read a sequence continues with placeholder tokens, because other ranks may be waiting for it. At the
+end of the minibatch, all ranks discard the gradients, save the last complete step and raise the same error.
 """
 
 import itertools
@@ -36,8 +35,7 @@ class DamageFoundError(AllRanksUserError):
 class PlaceholderDataset:
     """View of a data set that returns placeholders for sequences that cannot be read.
 
-    A placeholder has the length and the number of loss tokens of its sequence, but all its tokens are 0. `damage` is
-    the first read error, or None. The results are invalid if `raise_damage` raises an error.
+    A placeholder has the lengths of its sequence, but all its tokens are 0. `damage` is the first read error, or None.
     """
 
     def __init__(self, dataset: Dataset) -> None:
