@@ -19,9 +19,9 @@ from odc_mpi.training.settings import Config
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> KVSizes | str | None:
-    """Return the sizes of the buffers for keys and values, or the reason why a run on `size` ranks splits no sequence.
+    """Return the sizes of the buffers for keys and values, or why sequences are not split, or None if it is off.
 
-    The result is None if `data.context_parallel` is off. `meta_model` must not have adapters yet.
+    `meta_model` must not have adapters yet.
     """
     if config.data.context_parallel == "off":
         return None
@@ -45,42 +45,33 @@ def validate_context_parallel(config: Config) -> None:
     """Raise `UserError` if `data.context_parallel` is auto and another setting does not support it."""
     if config.data.context_parallel == "off":
         return
-    for setting, value, required in (
-        ("run.objective", config.run.objective, "sft"),
-        ("data.balance", config.data.balance, "dynamic"),
-        ("model.compile", str(config.model.compile).lower(), "false"),
-    ):
+    for key, required in (("run.objective", "sft"), ("data.balance", "dynamic"), ("model.compile", False)):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
         if value != required:
+            expected, got = str(required).lower(), str(value).lower()
             raise UserError(
-                f"data.context_parallel: auto requires {setting} {required}, got {value}: set {setting} to {required}, "
-                "or data.context_parallel to off"
+                f"data.context_parallel: auto requires {key} {expected}, got {got}: set {key} to {expected}, or "
+                "data.context_parallel to off"
             )
 
 
-class ChunkMicrobatches:
-    """Yields this rank's chunks of the split sequences in each minibatch."""
+def chunk_microbatches(windows: KVWindows, minibatch: Minibatch, first: int) -> Iterator[tuple[Microbatch, int]]:
+    """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
-    def __init__(self, windows: KVWindows) -> None:
-        self.windows = windows
-        self._num_split = 0
-
-    def microbatches(self, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
-        """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
-
-        The caller must run the forward and backward passes of a chunk before requesting the next one. All ranks must
-        pass the same minibatches, because they identify a split sequence by its number in the run.
-        """
-        first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
-        for turn, split in enumerate(minibatch.plan.splits, first):
-            if minibatch.rank not in split.ranks:
-                continue
-            number, index = split.ranks.index(minibatch.rank), int(minibatch.indices[split.position])
-            microbatch = read_chunk(minibatch.dataset, index, *split.bounds[number : number + 2])
-            with WindowKVExchange(self.windows, turn, split.bounds, split.ranks, f"sequence {index}") as exchange:
-                yield (
-                    replace(microbatch, inputs=microbatch.inputs | {"chunk": _Chunk(exchange, split.bounds[-1])}),
-                    number,
-                )
+    The caller must run the forward and backward passes of a chunk before requesting the next one. Split sequences are
+    numbered from `first`. In a run, all ranks must give all split sequences the same numbers, which must increase by 1.
+    """
+    for turn, split in enumerate(minibatch.plan.splits, first):
+        if minibatch.rank not in split.ranks:
+            continue
+        number, index = split.ranks.index(minibatch.rank), int(minibatch.indices[split.position])
+        microbatch = read_chunk(minibatch.dataset, index, *split.bounds[number : number + 2])
+        with WindowKVExchange(windows, turn, split.bounds, split.ranks, f"sequence {index}") as exchange:
+            yield (
+                replace(microbatch, inputs=microbatch.inputs | {"chunk": _Chunk(exchange, split.bounds[-1])}),
+                number,
+            )
 
 
 @dataclass(frozen=True)

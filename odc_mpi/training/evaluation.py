@@ -181,10 +181,7 @@ class LossEvaluator(HeldOutEvaluator[TokenLogps]):
         num_tokens = self._minibatch.num_tokens
         losses, counts = zip(*self._forward_pass.run(self._minibatch, self._score), strict=True)
         loss, accuracy = sum(losses) / num_tokens, sum(counts) / num_tokens
-        try:
-            perplexity = math.exp(loss)
-        except OverflowError:
-            perplexity = math.inf
+        perplexity = math.inf if loss > 709 else math.exp(loss)  # exp(710) overflows
         return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_mean_token_accuracy": accuracy}
 
     def _score(self, microbatch: Microbatch) -> tuple[float, int]:

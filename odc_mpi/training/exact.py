@@ -130,11 +130,16 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
             warn(f"WARNING: run.exact: processors are {values}: the last bits may depend on which rank computes what")
     previous = resume_point.metadata.get("arithmetic") if resume_point and resume_point.continues_this_run else None
     if resume_point and previous:
-        changes = world.run_on_all(
-            lambda: numerics_differences(current, previous, str(resume_point.checkpoint.directory))
-        )
-        if changes and world.rank == 0:
-            warn(f"WARNING: run.exact: {', '.join(changes)} since the checkpoint: last bits may differ from here on")
+        changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
+        if "run.threads" in changed:
+            (old, new), checkpoint = changed["run.threads"], resume_point.checkpoint.directory
+            raise AllRanksUserError(
+                f"run.threads: expected {old} with run.exact, as in the checkpoint {checkpoint}, got {new}: set it so, "
+                f"or start a new run: run.resume {checkpoint} with another run.dir"
+            )
+        if changed and world.rank == 0:
+            changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            warn(f"WARNING: run.exact: {changes} since the checkpoint: last bits may differ from here on")
     return current
 
 
@@ -149,18 +154,6 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
     if device == "cuda":
         fingerprint["GPU"] = torch.cuda.get_device_name()
     return fingerprint | {name: os.environ.get(name, "not set") for name in NUMERICS_ENV_VARS}
-
-
-def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Return "NAME OLD -> NEW" for each change since the checkpoint. Raises `UserError` if `run.threads` changed."""
-    changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
-    if "run.threads" in changed:
-        old, new = changed["run.threads"]
-        raise UserError(
-            f"run.threads: expected {old} with run.exact, as in the checkpoint {checkpoint}, got {new}: set it so, "
-            f"or start a new run: run.resume {checkpoint} with another run.dir"
-        )
-    return [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
 
 
 def _processor() -> str:

@@ -63,8 +63,8 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
-    `num_islands` is the number of islands that train separately, each on its part of a minibatch.
-    Raises `UserError` if settings, data and model do not match, or if a file cannot be used.
+    `num_islands` is the number of islands that train separately. Raises `UserError` if settings, data and model do not
+    match, or if a file cannot be used.
     """
     validate_context_parallel(config)
     objective = config.run.objective

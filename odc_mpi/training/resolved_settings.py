@@ -52,10 +52,7 @@ def resolve_settings(
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return the configuration with auto resolved for the learning rate, device, dtype and gradient checkpointing.
-
-    `device` replaces `run.device: auto`. The dtype and gradient checkpointing depend on the device.
-    """
+    """Return the configuration with auto resolved for the learning rate, for `device`, and for what depends on it."""
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":

@@ -54,7 +54,6 @@ from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
@@ -239,8 +238,7 @@ def build_trainer(
     source: MinibatchSource
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
-        chunks = ChunkMicrobatches(windows) if windows else None
-        source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
+        source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, windows)
         if config.run.objective == "dpo":
             digest = partial(state_digest, world, TrainingState(model, optimizer, world.rank))
             objective, others = build_dpo(config, world, model, inputs, resume_point, digest, check_stop)

@@ -201,10 +201,8 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read and check a configuration from an optional YAML file and command-line arguments, which override it.
 
     The arguments have the form ``--section.key value`` or ``--section.key=value``. Names in `training.parsing.aliases`
-    are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`.
-
-    Raises:
-        UserError: The configuration is invalid. The message is one line that names the source and the setting.
+    are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`. Raises
+    `UserError`, whose message is one line that names the source and the setting.
     """
     source = str(path) if path else COMMAND_LINE
     return _build(read_values(path, overrides)[0], source)

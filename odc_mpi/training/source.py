@@ -1,8 +1,7 @@
 """Source of minibatches from a prepared data set, and a callback that fits the cost model to measured times.
 
-A rank that cannot read a sequence must not stop at once, because other ranks may be waiting for its microbatches, or
-for the keys and values of a chunk. Instead, it continues with placeholder tokens. When the ranks gather their values at
-the end of the minibatch, all of them discard the gradients, save the last complete step and raise the same error.
+A rank that cannot read a sequence continues with placeholder tokens, because other ranks may be waiting for it. At the
+end of the minibatch, all ranks discard the gradients, save the last complete step and raise the same error.
 """
 
 import itertools
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset
@@ -24,7 +24,7 @@ from odc_mpi.errors import AllRanksUserError
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.training.context_parallel import ChunkMicrobatches
+from odc_mpi.training.context_parallel import chunk_microbatches
 from odc_mpi.training.loop import MinibatchSource
 
 
@@ -35,8 +35,7 @@ class DamageFoundError(AllRanksUserError):
 class PlaceholderDataset:
     """View of a data set that returns placeholders for sequences that cannot be read.
 
-    A placeholder has the length and the number of loss tokens of its sequence, but all its tokens are 0. `damage` is
-    the first read error, or None. The results are invalid if `raise_damage` raises an error.
+    A placeholder has the lengths of its sequence, but all its tokens are 0. `damage` is the first read error, or None.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -68,7 +67,7 @@ class DatasetSource(MinibatchSource):
     """Source of the minibatches that `loader` draws from a prepared data set, which `close` closes.
 
     Idle ranks claim microbatches that a plan has left in a pool, one at a time, with `tickets`. Plans that split
-    sequences require `chunks`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
+    sequences require `windows`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
     """
 
     gathered_names = ("damage",)
@@ -80,12 +79,13 @@ class DatasetSource(MinibatchSource):
         loader: Loader,
         seed: int,
         tickets: Tickets | None,
-        chunks: ChunkMicrobatches | None = None,
+        windows: KVWindows | None = None,
     ) -> None:
         self._world, self._dataset, self._loader = world, dataset, loader
         self._placeholders = PlaceholderDataset(dataset)
         self._before = loader.state_dict()
-        self._seed, self._tickets, self._chunks = seed, tickets, chunks
+        self._seed, self._tickets, self._windows = seed, tickets, windows
+        self._num_splits = 0
 
     def next_minibatch(self) -> Minibatch:
         """Return the next minibatch from the loader."""
@@ -93,8 +93,9 @@ class DatasetSource(MinibatchSource):
         return self._placeholders.apply(next(self._loader))
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or chunks."""
-        chunks = self._chunks.microbatches(minibatch) if self._chunks else ()
+        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or windows."""
+        chunks = chunk_microbatches(self._windows, minibatch, self._num_splits + 1) if self._windows else ()
+        self._num_splits += len(minibatch.plan.splits)
         others = minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch
         for microbatch, chunk in itertools.chain(chunks, ((each, 0) for each in others)):
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
@@ -125,10 +126,10 @@ class DatasetSource(MinibatchSource):
             self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the token count, the throughput and, with `chunks`, the number of split sequences to the metrics."""
+        """Add the token count, the throughput and, with `windows`, the number of split sequences to the metrics."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
-        if self._chunks:
+        if self._windows:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state_dict(self) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def training(config, world, inputs):
     yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
     world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
     trainer.model.close()
-    if chunks := getattr(trainer._source, "_chunks", None):
-        chunks.windows.close()
+    if windows := getattr(trainer._source, "_windows", None):
+        windows.close()
 
 
 def save_model(world, path, seed=3, max_shard_size="50GB", **changes):

@@ -12,7 +12,6 @@ from odc_mpi.training.exact import (
     ExponentCallback,
     apply_exact_settings,
     deterministic_algorithms,
-    numerics_differences,
     numerics_fingerprint,
 )
 from odc_mpi.training.settings import load
@@ -90,15 +89,3 @@ def test_it_contains_the_processor_and_forced_library_settings(monkeypatch):
     assert own["MKL_CBWR"] == "COMPATIBLE" and own["ONEDNN_MAX_CPU_ISA"] == "not set"
     assert own["run.threads"] == str(torch.get_num_threads()) and own["torch"] == torch.__version__
     assert own["processor"] and own["instructions"]
-
-
-def test_changes_since_a_checkpoint_are_reported():
-    before = {"processor": "old", "torch": "1", "run.threads": "2", "GPU": "one"}
-    own = {"processor": "new", "torch": "1", "run.threads": "2", "MKL_CBWR": "not set"}
-    assert numerics_differences(own, before, "there") == ["processor old -> new", "GPU one -> none"]
-    assert numerics_differences(before, before, "there") == []
-
-
-def test_other_numbers_of_threads_are_refused():
-    with pytest.raises(UserError, match=r"^run\.threads: expected 1 with .*, as in the checkpoint there, got 2"):
-        numerics_differences({"run.threads": "2"}, {"run.threads": "1"}, "there")

@@ -73,7 +73,7 @@ class PreferenceScorer(PairScorer):
     """Computes the DPO loss of each pair and the rewards of its answers. The statistics have the names in TRL.
 
     `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs in the data set under the reference
-    model. The values may be filled in after construction, but must be complete before the first call.
+    model, which may be filled in until the first call.
     """
 
     statistics = (

@@ -30,10 +30,7 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """GRPO loss, with a normalizer computed from the token and completion counts that `RolloutSource` gathers.
-
-    `num_groups` is the maximum number of prompt groups in a minibatch. `reference_logps` is needed if `rl.beta` is set.
-    """
+    """GRPO loss of at most `num_groups` prompt groups, with a normalizer from the counts of `RolloutSource`."""
 
     extremes: ClassVar = {"logp_difference_max": max}
 

@@ -56,8 +56,7 @@ def validate_value(
 ) -> Any:
     """Check a value read from YAML, and return it converted to `hint`, the type of its setting.
 
-    Raises `UserError` if the type is wrong or a check fails. The message begins with `name` and, if the type is wrong,
-    ends with the text that `explain` returns for the value.
+    Raises `UserError` if the type is wrong, with the text that `explain` returns for the value, or if a check fails.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):

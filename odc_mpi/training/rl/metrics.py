@@ -24,8 +24,7 @@ _COUNTS = (
 class RolloutMetrics:
     """Metrics of the rollouts of a step that has at most `num_groups` prompt groups.
 
-    The ranks gather some values of each group separately, and add them in the order of the prompts, because a
-    floating-point sum depends on the order of its terms.
+    The ranks gather floating-point values of each group separately, and add them in the order of the prompts.
     """
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
@@ -51,11 +50,7 @@ class RolloutMetrics:
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Add a prompt group that this rank generated.
-
-        `position` is the index of the group in the minibatch. `excluded`, bool `[completions]`, is True for each
-        completion that is excluded from the loss.
-        """
+        """Add the group at `position` in the minibatch. The loss omits those `excluded`, bool `[completions]`."""
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
         added = {

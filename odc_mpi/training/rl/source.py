@@ -54,8 +54,7 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps, some completions are printed, and appended to completions.jsonl with their
-    rewards. If `packs` is False, each microbatch has one completion.
+    Some completions are printed, and written to completions.jsonl. If `packs` is False, each microbatch has one.
     """
 
     columns: ClassVar = (

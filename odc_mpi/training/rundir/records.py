@@ -35,7 +35,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     """Prepare the directory of a run that resumes from the checkpoint of `step`, and write config.yaml.
 
     Deletes the trace, the summary, anomaly.json, and the metrics and completions of later steps. Moves the checkpoints
-    of later steps, which are damaged or which the user rejected in favor of an older one, to `earlier-N`.
+    of later steps to `earlier-N`.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)

@@ -46,9 +46,8 @@ _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start
 class ResumePoint:
     """Checkpoint from which a run starts.
 
-    Attributes:
-        continues_this_run: True if the checkpoint is in `run.dir`, so its run continues; False if a new run begins.
-        path: Absolute path given by `run.resume` when the run first started, or None if it started from scratch.
+    `continues_this_run` is True if the checkpoint is in `run.dir`, so its run continues. `path` is the absolute path
+    given by `run.resume` when the run first started, or None if it started from scratch.
     """
 
     checkpoint: Checkpoint
@@ -131,10 +130,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
-    """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`.
-
-    If there is neither, the line is empty unless `run.resume` is auto and `run.checkpoint_every` is not 0.
-    """
+    """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`."""
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
     if resume_point and resume_point.continues_this_run:

@@ -2,8 +2,7 @@
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
 because each run binds an abstract socket named after the directory. (File locks can hang on network file systems.) On
-another host, it warns and writes its token to owner.json, and the first run, which reads it before each checkpoint,
-stops saving.
+another host, it warns and writes its token to owner.json; the first run finds it there and stops saving.
 """
 
 import errno

@@ -93,21 +93,13 @@ def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
     trainer.model.close()
 
 
-@pytest.fixture(scope="module")
-def saved(world, shared_dir, dataset_path):
-    """A run over a mixture of experts on disk; its directory and that of the base."""
+@pytest.mark.sizes(2)
+def test_peft_loads_adapters_of_experts_and_merging_gives_the_same(world, shared_dir, dataset_path):
+    """The logits and completions of the exported adapters in peft, of the merged model, and of the run itself."""
     model = {key.removeprefix("model.config."): value for key, value in QWEN3.items()} | {"mlp_only_layers": [0]}
     base, run_dir = small_training.save_model(world, shared_dir / "experts", **model), shared_dir / "expert_adapters"
     settings = {"model.path": base, "run.dir": run_dir, "lora.target_parameters": EXPERTS, "data.balance": "lb_mini"}
     train(configure(dataset_path, **settings), world)
-    world.gather_objects(None)
-    return run_dir, base
-
-
-@pytest.mark.sizes(2)
-def test_peft_loads_adapters_of_experts_and_merging_gives_the_same(world, saved):
-    """The logits and completions of the exported adapters in peft, of the merged model, and of the run itself."""
-    run_dir, base = saved
     out, merged = run_dir / "out", run_dir / "merged"
     tokens = torch.arange(12)[None]
     if world.rank == 0:
