@@ -117,9 +117,8 @@ def measure(
     Raises `AllRanksUserError` if there are several nodes, a setting or an input is invalid, or the losses do not agree.
 
     Returns:
-        JSON object. For each contender, it contains the median of `tokens_per_s`, the lower and upper `quartiles`, the
-        median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the maximum relative
-        difference from the losses of FSDP2, which are in `losses`. Further keys describe the run.
+        JSON object. For each contender, it contains the median and the quartiles of `tokens_per_s`, the median relative
+        speeds, and `loss_deviation`, the maximum relative difference from the losses of FSDP2, which are in `losses`.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")

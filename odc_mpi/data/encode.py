@@ -55,12 +55,9 @@ class Encoded:
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
     """Tokenize examples with a fast tokenizer from transformers, and return the sequences of each.
 
-    A conversation has one sequence, or one for each answer to train on. For `split_turns`, see `ChatRenderer`.
-
-    Raises:
-        UserError: The tokenizer has no end-of-sequence token (needed for `PromptCompletion`) or no chat template
-            (needed for `Conversation`).
-        InvalidRecordError: The chat template rejects the messages, or does not render them as `templates` requires.
+    A conversation has one sequence, or one for each answer to train on. For `split_turns`, see `ChatRenderer`. Raises a
+    `UserError` if the tokenizer lacks an end-of-sequence token for texts or a chat template for conversations, and an
+    `InvalidRecordError` if the template rejects the messages, or does not render them as `templates` requires.
     """
     pairs = [example for example in examples if isinstance(example, PromptCompletion)]
     chats = [example for example in examples if isinstance(example, Conversation)]
@@ -154,8 +151,8 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
 def _mask(offsets: list[CharSpan], spans: list[CharSpan]) -> npt.NDArray[np.bool_]:
     """Return the loss mask: True for tokens that contain at least one character of a span.
 
-    Tokens that extend beyond a span are included: some tokenizers join a turn's first word with the space before it,
-    others join the end-of-turn token with the line break after it.
+    Tokens may extend beyond a span: some tokenizers join a word with the space before it, or the end-of-turn token with
+    the line break after it.
     """
     # np.array takes twice as long for a list of tuples.
     bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)

@@ -50,7 +50,6 @@ class FilterCounts:
     """Counts of invalid records, of truncated, split and dropped sequences, and of their tokens.
 
     Attributes:
-        num_bad_lines: Number of invalid records.
         bad_lines: Error messages of the first three invalid records.
         num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
         num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
@@ -177,8 +176,7 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
 def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int) -> list[Encoded]:
     """Split a plain text into sequences of at most `limit` tokens, so that each token except the first has loss once.
 
-    The first token of each sequence has no loss. It is the bos token if the text begins with it, otherwise the last
-    token of the previous sequence.
+    Each sequence begins with a token without loss: the bos token, or the last token of the previous sequence.
     """
     parts = [
         np.concatenate([tokens[:1] if starts_with_bos else tokens[i - 1 : i], tokens[i : i + limit - 1]])

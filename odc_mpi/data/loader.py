@@ -7,6 +7,7 @@ without communicating. Each rank reads only the sequences that it processes, whe
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,11 @@ import numpy.typing as npt
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
 from odc_mpi.data.pairs.microbatch import read_pairs
-from odc_mpi.data.plan.balance import (
-    BALANCE_STRATEGIES,
-    BalanceStrategy,
-    Plan,
-    check_fit,
-    one_sequence_per_microbatch,
-    plan_islands,
-    rank_independent_packing,
-)
+from odc_mpi.data.plan.balance import Plan, check_fit, find_strategy, plan_islands
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
-from odc_mpi.formatting import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -41,27 +33,25 @@ class Minibatch:
         data_epoch: Number of complete passes over the data set before the current pass.
         position: Number of sequences that precede this minibatch in the current pass.
         indices: Data set indices of the sequences on all ranks, int64 [n].
-        num_tokens: Number of loss tokens on all ranks.
-        num_input_tokens: Number of tokens on all ranks.
         plan: Assignment of the sequences, given by their positions in `indices`, to microbatches and ranks.
     """
 
     data_epoch: int
     position: int
     indices: npt.NDArray[np.int64]
-    num_tokens: int
-    num_input_tokens: int
     plan: Plan
     rank: int
     dataset: Dataset
 
-    @classmethod
-    def from_indices(
-        cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
-    ) -> "Minibatch":
-        """Create a minibatch, and count its tokens without reading the sequences."""
-        num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
-        return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
+    @cached_property
+    def num_tokens(self) -> int:
+        """Number of loss tokens on all ranks."""
+        return int(self.dataset.num_trained_tokens[self.indices].sum())
+
+    @cached_property
+    def num_input_tokens(self) -> int:
+        """Number of tokens on all ranks."""
+        return int(self.dataset.lengths[self.indices].sum())
 
     @property
     def island_amounts(self) -> tuple[int, ...]:
@@ -131,9 +121,7 @@ class ShuffledSampler:
     Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
     The order depends only on the seed, which must be the same on every rank, and the data epoch.
 
-    Args:
-        dataset: Data set, which the caller must close.
-        num_samples: Number of sequences or prompts in a minibatch over all ranks.
+    The caller must close `dataset`. `num_samples` is the number of sequences or prompts in a minibatch over all ranks.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -207,8 +195,8 @@ class Loader(ShuffledSampler):
         Args:
             minibatch_sequences: Number of sequences in a minibatch over all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
-            balance: Name of one of `BALANCE_STRATEGIES`.
-            rank: Rank whose microbatches the minibatches yield, from 0 to `size - 1`.
+            balance: Name of one of `data.plan.balance.BALANCE_STRATEGIES`.
+            rank: Rank whose microbatches the minibatches yield.
             context_parallel: True to plan with `split_longest`, regardless of `balance` and `exact`. Requires `packs`
                 and a single island.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They
@@ -254,17 +242,7 @@ class Loader(ShuffledSampler):
             self._number(**position),
             lambda part: self._strategy(part, self._size // self._num_islands, self._max_tokens, self.cost),
         )
-        return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
+        return Minibatch(**position, indices=indices, plan=plan, rank=self._rank, dataset=self._dataset)
 
     def _number(self, data_epoch: int, position: int) -> int:
         return data_epoch * math.ceil(len(self._dataset) / self._num_samples) + position // self._num_samples
-
-
-def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
-    """Return the balance strategy called `name`. For the other arguments and the errors, see `Loader`."""
-    if name not in BALANCE_STRATEGIES:
-        hint = did_you_mean(name, BALANCE_STRATEGIES)
-        raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
-    if not packs:
-        return one_sequence_per_microbatch(name, cost)
-    return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]

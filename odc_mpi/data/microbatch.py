@@ -26,8 +26,7 @@ class Microbatch:
         num_tokens: Number K of loss tokens.
         num_input_tokens: Number T of tokens.
         indices: Data set indices of the sequences, pairs or prompts, int64 [n].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The last position of a prompt occurs
-            once for each answer that shares the prompt.
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K].
         targets: Loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
@@ -92,12 +91,9 @@ def packed_inputs(
 ) -> dict[str, Any]:
     """Return the model arguments for concatenated sequences, without labels (see `Microbatch.inputs`).
 
-    Args:
-        tokens: Tokens of all sequences, int64 [T].
-        lengths: Number of tokens in each sequence, not counting a shared prompt.
-        shared_prompts: For each sequence, the number n of prompt tokens that it shares with the nearest earlier
-            sequence whose entry is 0; None if no sequence shares a prompt. A sequence with a shared prompt attends to
-            the first n tokens of the earlier sequence. Its positions begin at n, and it has n more keys than tokens.
+    `lengths` contains the number of tokens in each sequence, not counting a shared prompt. `shared_prompts` contains,
+    for each sequence, the number n of prompt tokens that it shares with the nearest earlier sequence whose entry is 0.
+    The sequence attends to these tokens. Its positions begin at n, and it has n more keys than tokens.
     """
     prompts = shared_prompts or [0] * len(lengths)
     positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]

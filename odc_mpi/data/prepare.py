@@ -147,11 +147,8 @@ def eval_output_path(out: Path) -> Path:
 class _Plan:
     """Inputs and outputs of a call to `prepare`, checked before any source is read.
 
-    Attributes:
-        output_paths: Path of the data set, followed by that of the data set with held-out sequences, if any.
-        replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
-        tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
-        files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
+    `files` contains the contents of the tokenizer's files, keyed by file name, unless the tokenizer is trained.
+    `replaced` contains a line of text for each data set that is replaced, or no longer held out.
     """
 
     def __init__(self, source_specs: Sequence[str], out: Path, options: PrepareOptions) -> None:

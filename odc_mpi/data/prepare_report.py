@@ -23,13 +23,10 @@ class PrepareReport(FilterCounts):
 
     Attributes:
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
-        chat_template: File with the chat template that replaced the tokenizer's own, if any.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
-        eval_path: Path of the data set with the held-out sequences, if any.
-        shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source; empty for
-            a single source and for more than 50 sources.
+        shares: Name, number of sequences and number of loss tokens of each source, if there are 2 to 50 sources.
         folders: For each source that is a folder, a line of text about its files.
         elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
     """

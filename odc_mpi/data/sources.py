@@ -197,10 +197,8 @@ def _is_parquet(path: Path) -> bool:
 class Mixture:
     """Sources, and the number of examples to use from each.
 
-    Attributes:
-        sources: Sources, in the order in which they are read.
-        counts: For each source, the number of its examples and the number to use; None to use each example once.
-        seed: Seed for the random selection of examples.
+    `counts` contains, for each source, the number of its examples and the number to use; None to use each once. `seed`
+    is the seed for the random selection of examples.
     """
 
     sources: Sequence[DataSource]

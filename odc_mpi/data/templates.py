@@ -54,11 +54,9 @@ class ChatRenderer:
     Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
     rejects the messages.
 
-    Args:
-        tokenizer: Fast tokenizer from transformers.
-        split_turns: "never" for one example per conversation; "always" for one example per answer to train on, which
-            ends with this answer; "auto" for one example per conversation if later messages do not change the text of
-            earlier ones, except for special tokens after a turn, and one example per answer otherwise.
+    `split_turns` is "never" for one example per conversation, "always" for one example per answer to train on, which
+    ends with this answer, or "auto" for one example per conversation if later messages do not change the text of
+    earlier ones, except for special tokens after a turn, and one example per answer otherwise.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
@@ -129,8 +127,8 @@ class ChatRenderer:
         """Return one example with all answers, or None if each needs its own. `text` is the rendering of all messages.
 
         Special tokens after the end-of-turn token may be missing in `text`: Phi 3 ends only the last answer with an
-        end-of-text token. An answer whose end-of-turn token differs in `text` needs its own example: gpt-oss ends the
-        last answer with <|return|>, which stops generation, and other answers with <|end|>, which does not.
+        end-of-text token. An answer whose end-of-turn token differs needs its own example: gpt-oss ends only the last
+        answer with <|return|>, which stops generation.
         """
         if self._split_turns == "always":
             return None
@@ -244,8 +242,7 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
     """Return an error description for the first message that does not match the spans of an example, or None.
 
     The content of each message in `indices` and the names of the functions that it calls must be in the spans, in
-    order. The beginning of the content may precede a span if it is part of the generation prompt, such as "<think>".
-    The content of a user message must not occur only in spans.
+    order. The content may begin in the generation prompt. The content of a user message must not occur only in spans.
     """
     text, spans, position = example.text, list(example.spans), 0
     is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
@@ -290,8 +287,8 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the messages in two forms: with the arguments of tool calls as objects, and as JSON text.
 
-    Most templates convert objects to JSON, and would quote a text, while others need text, and raise an exception for
-    an object. Without tool calls, the messages are returned in one form, unchanged.
+    Most templates convert objects to JSON, others raise an exception for an object. Without tool calls, there is one
+    form.
     """
     if not any(message.get("tool_calls") for message in messages):
         return [messages]

@@ -33,12 +33,10 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files, keyed by file name. The result is empty if there is no tokenizer.
+    """Return the contents of a tokenizer's files in a directory or data set, keyed by file name, if there are any.
 
-    Args:
-        location: Directory, or data set that may contain a tokenizer.
-        model: Directory whose config.json, on which the type of the tokenizer may depend, is added if `location` is a
-            directory; None for `location` itself.
+    The type of a tokenizer in a directory may depend on config.json, which is added from the directory `model`, by
+    default `location`.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)

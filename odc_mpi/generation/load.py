@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import read_generation_config
@@ -13,7 +12,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads import REWARD, task_of
-from odc_mpi.models.load import load_checkpoint, load_model, load_run_tokenizer
+from odc_mpi.models.load import find_checkpoint, load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
 
 
@@ -91,15 +90,12 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
 
 
 def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
-    try:
-        newest = open_newest_checkpoint(path)
-    except UserError as error:
-        if not path.exists() or not any(steps_in(folder) for folder in (path / "checkpoints", path, path.parent)):
-            raise UserError(
-                "expected SOURCE to be a run directory with checkpoints, a checkpoint, or a directory with config.json "
-                f"or adapter_config.json, got {path}" + ("" if path.exists() else ", which does not exist")
-            ) from error
-        raise
+    newest = find_checkpoint(path)
+    if newest is None:
+        raise UserError(
+            "expected SOURCE to be a run directory with checkpoints, a checkpoint, or a directory with config.json or "
+            f"adapter_config.json, got {path}" + ("" if path.exists() else ", which does not exist")
+        )
     if step is None:
         return newest
     with newest:

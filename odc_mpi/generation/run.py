@@ -1,4 +1,6 @@
-"""Generation of completions on all ranks of a job.
+"""Generation of completions on all ranks of a job, and conversation with a model in one process.
+
+The phases of `generate_all`:
 
 set up     load the model and the prompts on all ranks, compare them, allocate windows         collective
 generate   each rank claims one prompt at a time, without waiting for other ranks              one-sided
@@ -23,7 +25,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.encode import encode_prompts, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.prompt_dataset import read_prompts
-from odc_mpi.errors import UserError
+from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.generation.generate import CompletionOutput, generate, max_new_tokens_for
 from odc_mpi.generation.load import GenerateArguments, GenerationModel, load_generation_model
@@ -206,3 +208,47 @@ def _print_prompt(tokenizer: Any, request: Request, count: int) -> TextStreamer:
     if isinstance(request.example, PromptCompletion):
         print(request.example.prompt, end="", flush=True)
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def chat(arguments: GenerateArguments, world: World, system: str | None = None) -> None:
+    """Read questions from standard input, one per line, and print each answer while it is generated.
+
+    The conversation consists of the `system` message, if given, and all questions and answers so far. If generation
+    fails, for example because the conversation is too long, an error is printed and a new conversation begins. Raises
+    `AllRanksUserError` if there are several ranks, the model cannot be used, or its tokenizer has no chat template.
+    """
+    if world.size > 1:
+        raise AllRanksUserError(f"chat: expected one process, got {world.size} ranks: start it without mpiexec")
+    source = load_on_all_ranks(resolve_paths(arguments, world), world)
+    if not source.tokenizer.chat_template:
+        raise AllRanksUserError(
+            f"{source.name}: expected a tokenizer with a chat template; odc-mpi generate --prompt needs none"
+        )
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    model = shard(source, arguments.device, world)
+    streamer = TextStreamer(source.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with unsharded_if_fits(model):
+        while (question := _read_line()) is not None:
+            messages.append({"role": "user", "content": question})
+            try:
+                [request] = tokenize(source.tokenizer, [Conversation("chat", messages)], source.stop)
+                output = generate(model.module, request.prompt, arguments.sampling, streamer)
+            except UserError as error:
+                print(f"odc-mpi: error: {error}; a new conversation begins", file=sys.stderr, flush=True)
+                messages = list(first)
+                continue
+            answer = output_record(source.tokenizer, request, output)["completion"]
+            messages.append({"role": "assistant", "content": answer})
+    model.close()
+
+
+def _read_line() -> str | None:
+    """Return the next non-blank line without surrounding whitespace, or None at the end of the input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        if line:
+            return line

@@ -57,6 +57,11 @@ class NormWatch:
                 raise TrainingError(self._message(island, factor))
         return left_out
 
+    def describe(self, factor: float) -> str:
+        """Describe a norm, given as a multiple of the mean, for an error message."""
+        usual = f"times the usual norm (islands.norm_limit {self._limit:g})"
+        return f"{factor:.3g} {usual}" if math.isfinite(factor) else "not finite"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the means and counts as JSON types."""
         return {
@@ -90,11 +95,8 @@ class NormWatch:
             self._num_rounds[fragment] += 1
 
     def _message(self, island: int, factor: float) -> str:
-        reason, remedy = "is not finite", ""
-        if math.isfinite(factor):
-            reason = f"is {factor:.3g} times the usual norm (islands.norm_limit {self._limit:g})"
-            remedy = ". If they are healthy, raise islands.norm_limit"
+        remedy = ". If they are healthy, raise islands.norm_limit" if math.isfinite(factor) else ""
         return (
             f"island {island} was left out of {_MAX_CONSECUTIVE} synchronizations in a row: the norm of its change of "
-            f"the parameters {reason}: check its hosts, then resume from the last checkpoint{remedy}"
+            f"the parameters is {self.describe(factor)}: check its hosts, then resume from the last checkpoint{remedy}"
         )

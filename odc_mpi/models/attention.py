@@ -22,8 +22,6 @@ from odc_mpi.models.packed import per_sequence, varlen
 #: `scaled_dot_product_attention`; "eager" computes the scores explicitly. Soft caps always use eager attention.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
 _PACKED_SUPPORT = "packed attention supports only plain causal layers without padding"
-#: Attention arguments of some models that change the result and are not supported.
-_UNSUPPORTED = ("position_bias",)
 
 
 class PackingUnsupportedError(ValueError):
@@ -94,7 +92,8 @@ def packed_attention(
     """
     if cu_seq_lens_q is None and position_ids is not None:
         cu_seq_lens_q, cu_seq_lens_k = _find_boundaries(position_ids)
-    unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
+    unsupported = {
+        "position_bias": kwargs.get("position_bias") is not None,
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "an attention mask": attention_mask is not None and attention_mask.ndim != 1,
         "no sequence boundaries (cu_seq_lens_q)": cu_seq_lens_q is None,
@@ -200,10 +199,10 @@ def recorded_calls() -> Iterator[list[tuple[torch.nn.Module, bool]]]:
 def _local_pattern(
     *args: Any, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
 ) -> Any:
-    """Return the window size and the chunk size of a mask, int64 `[2]` in host memory, or None if it has neither.
+    """Return the argument `attention_mask` of `packed_attention`, in host memory.
 
-    One of the two sizes is 0. A full mask would need memory quadratic in the number of packed tokens. Transformers
-    passes either size as `local_size`. `use_vmap` is True if the model adds a rule of its own to the mask.
+    A full mask would need memory quadratic in the number of packed tokens. Transformers passes the size of a window or
+    of chunks as `local_size`. `use_vmap` is True if the model adds a rule of its own to the mask.
     """
     if use_vmap:
         raise PackingUnsupportedError(f"{_PACKED_SUPPORT}, got a model-specific mask")

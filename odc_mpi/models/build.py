@@ -133,7 +133,7 @@ def from_directory(
     config = composite.text_config if composite else config
     module, packing = _on_meta(config, "model.path", attn_implementation, task)
     random = RandomInitWeights(module, seed)
-    weights = SafetensorsWeights(path, module, composite, {f"{task.new_head}.": random} if task.new_head else {})
+    weights = SafetensorsWeights(path, module, composite, random, task.new_head)
     _init_buffers(random)
     weights.load_buffers(module)
     _require_buffers(module, "model.path")

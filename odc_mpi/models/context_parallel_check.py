@@ -5,23 +5,21 @@ full sequence through `packed_attention`, and no other operation may depend on o
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from typing_extensions import override
 
-from odc_mpi.data.microbatch import flash_attention_kwargs
 from odc_mpi.errors import one_line_message
 from odc_mpi.models.attention import ContextParallelUnsupportedError, SequenceChunk
+from odc_mpi.models.families import trial_inputs
 
 #: Types of rotary embeddings whose frequencies depend on the number of tokens in the input.
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """Shape of the attention in a model that supports context parallelism.
 
     `token_numel` is the number of elements in the keys and values of one token in one layer (maximum over the layers).
@@ -44,11 +42,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
         raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
     recorder = _AttentionRecorder(num_tokens)
     try:
-        # Three tokens. Without the mask of ones transformers searches the positions for sequences, and meta tensors
-        # have no values.
-        tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-        inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        module(**inputs, **flash_attention_kwargs([3]), chunk=recorder)
+        module(**trial_inputs([3]), chunk=recorder)
     except ContextParallelUnsupportedError:
         raise
     except Exception as error:  # for example a module that reads values, see `build`

@@ -9,7 +9,7 @@ does not shift the labels), or whose `forward` changes the weights. docs/models.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 
+from odc_mpi.data.microbatch import flash_attention_kwargs
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
 from odc_mpi.models.heads import CAUSAL_LM, task_of
@@ -106,13 +107,9 @@ def _reads_is_decoder(module: transformers.PreTrainedModel) -> bool:
 
 def _try_packed(module: transformers.PreTrainedModel) -> Packing:
     """Decide by a trial with two short sequences on the meta device whether a model trains on packed sequences."""
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
-    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
-    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     with attention.recorded_calls() as calls:
         try:
-            module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+            module(**trial_inputs([2, 2]))
         except attention.PackingUnsupportedError as error:
             return Packing(str(error))
         except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
@@ -123,6 +120,14 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
             if len({layer for layer, _ in calls}) < num_layers:
                 return Packing("not all of its layers call the attention function")
     return Packing(soft_caps=any(has_soft_cap for _, has_soft_cap in calls))
+
+
+def trial_inputs(lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments with which a model on the meta device runs on packed sequences of the given lengths."""
+    tokens = torch.zeros(1, sum(lengths), dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "position_ids": tokens, **flash_attention_kwargs(lengths)}
+    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
+    return inputs | {"attention_mask": torch.ones_like(tokens)}
 
 
 def _is_trial_artifact(error: Exception) -> bool:

@@ -43,10 +43,7 @@ _SELF_TEST_NUMEL = 100_000
 def try_device(
     world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
 ) -> ProbeReport:
-    """Try windows on the devices of all ranks, and return `report` with the results added. Collective.
-
-    For `pairs`, see `probe.find_pairs`. `on_message` is called on every rank.
-    """
+    """Try windows on the devices of all ranks, and return `report` with the results added. Collective."""
     device.set_current()
     world.prepare_threads(device.set_current)
     names = tuple(sorted(set(world.gather_objects(device.name))))
@@ -93,7 +90,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
 
 
 def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Try to allocate memory for windows on a device. Return the error message, or None on success."""
+    """Try to allocate memory for windows, and return any error message."""
     try:
         device.empty_for_windows(num_bytes)
     except UserError as error:

@@ -46,11 +46,10 @@ def probe(
     on_message: OnMessage = lambda report, doing: None,
     device: "Device | None" = None,
 ) -> ProbeReport:
-    """Try shared memory, windows and optionally windows on devices, and return the report. Collective.
+    """Try shared memory, windows and, if `device` is given on all ranks, windows on devices. Collective.
 
-    `on_message` is called on every rank. `device` is the device of this rank, given on all ranks or on none. Trials of
-    windows on devices may crash the process. Raises `AllRanksUserError` if a node has too little memory for the
-    smallest window that is tried.
+    `on_message` is called on every rank. Trials of windows on devices may crash the process. Raises `AllRanksUserError`
+    if a node has too little memory for the smallest window that is tried.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")
@@ -117,7 +116,6 @@ def _free_shared_memory(world: World) -> int | None:
 
 
 def _try_shared_memory(world: World) -> SharedMemory:
-    """Try shared memory among the ranks on each node. Collective."""
     num_bytes = 5000  # not a multiple of a page or a cache line, so that padding would be detected
     node = world.split("node")
     rank, size = node.rank, node.size
@@ -177,7 +175,7 @@ def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
 
 
 def device_on_all_ranks(world: World) -> "Device | None":
-    """Return the device of this rank, or None if any rank has no usable device. Collective."""
+    """Return the device of this rank, or None if any rank has none. Collective."""
     device = None
     if has_gpu():
         from odc_mpi.comm.device.device import find_device

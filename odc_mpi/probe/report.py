@@ -103,7 +103,7 @@ class DeviceWindows:
 
 
 class Cause(Enum):
-    """Cause of a problem. Each value is the beginning of the text that describes the problem."""
+    """Cause of a problem. Each value is the beginning of the problem's text."""
 
     WRONG = "received data differs from what was sent"
     STALE = "a read returned an old value after a new one had been announced"
@@ -117,10 +117,9 @@ class Problem:
     """Problem in a trial, which is printed, and stored in JSON, as text.
 
     Attributes:
-        where: Name of the trial, such as ("device", "window") or ("closing",). For an operation, it consists of the
-            kind of peer and the operation, such as ("same_node", "put"), preceded by the memory at the origin if the
-            windows are on devices, such as ("from_device", "same_node", "put").
-        detail: Time limit for `Cause.NO_ANSWER`, a description of the problem for `Cause.OTHER`, and otherwise empty.
+        where: Name of the trial, such as ("closing",) or ("same_node", "put") or, with windows on devices and the
+            memory at the origin, ("from_device", "same_node", "put").
+        detail: Time limit for `Cause.NO_ANSWER`, description for `Cause.OTHER`, and otherwise empty.
     """
 
     where: tuple[str, ...]
@@ -147,9 +146,7 @@ class Problem:
 class ProbeReport:
     """All results of a probe.
 
-    Attributes:
-        shm_bytes: Minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
-        peers: Results of operations on windows in host memory.
+    `shm_bytes` is the minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
     """
 
     library: str | None = None
@@ -179,7 +176,7 @@ class ProbeReport:
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy that includes the result, and any problem, of the trial `where` (see `Problem.where`)."""
+        """Return a copy that includes the result of the trial `where` and any problem."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
@@ -200,12 +197,12 @@ class ProbeReport:
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the report to a JSON-serializable dictionary."""
+        """Convert the report for JSON."""
         return asdict(self) | {"problems": tuple(map(str, self.problems))}
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Create a report from the result of `to_dict`, possibly decoded from JSON. Raise `ValueError` if invalid."""
+        """Convert the result of `to_dict`, possibly decoded from JSON. Raise `ValueError` if it is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

@@ -133,19 +133,16 @@ def compute_rewards(
             if not skip:
                 raise UserError(f"{message}; set rl.skip_failed_rewards to exclude such completions") from error
             warn(f"WARNING: {message}: excluded")
-            if error.values is not None:
-                per_function[row] = error.values
-            failed |= True if error.failed is None else error.failed
+            per_function[row] = error.values
+            failed |= error.failed
     per_function[:, failed] = np.nan
     return GroupRewards(per_function, np.array([reward.weight for reward in functions]), int(failed.sum()))
 
 
 class _FailedError(Exception):
-    """Raised if a function fails for the completions in `failed` (None means all). `values` has the other rewards."""
+    """Raised if a function fails for the completions where `failed` is True. `values` has the other rewards."""
 
-    def __init__(
-        self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None
-    ) -> None:
+    def __init__(self, message: str, values: Any = math.nan, failed: Any = True) -> None:
         super().__init__(message)
         self.values, self.failed = values, failed
 

@@ -19,7 +19,7 @@ class PendingWait:
     """Operation that a rank is waiting for.
 
     Attributes:
-        what: Description of the operation for error messages ("... while <what>"), such as "fetching unit layers.3".
+        what: Description of the operation for error messages (see `World`).
         owners: Ranks whose memory the operation accesses. Empty for a collective.
         collective: Number of the collective, starting at 1, or 0 for other operations and for collectives among a
             subset of the ranks.

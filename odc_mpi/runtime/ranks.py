@@ -125,8 +125,7 @@ def _report_stopped(stopped: StoppedError, rank: int) -> int:
     """Print that the run stopped as requested, and return the exit code.
 
     The exit code is 75. Some launchers end all ranks at the first nonzero exit code, and would kill slower ranks. For
-    such a launcher, set ODC_MPI_STOPPED_FILE to a path: rank 0 then creates that file, and the exit code is 0. If the
-    file cannot be created, rank 0 returns 75.
+    these, ODC_MPI_STOPPED_FILE names a file that rank 0 creates, and the exit code is 0 if that succeeds.
     """
     path = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:

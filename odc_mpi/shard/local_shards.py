@@ -22,7 +22,7 @@ from typing_extensions import override
 from odc_mpi.comm.layout import FlatLayout, Slice
 from odc_mpi.comm.transport import Group, Transport
 from odc_mpi.shard.gradient_format.base import GradientFormat
-from odc_mpi.shard.partition import UnitParameters
+from odc_mpi.shard.partition import ParametersByUnit
 
 
 class WeightSource(Protocol):
@@ -39,8 +39,8 @@ class WeightSource(Protocol):
 class ModuleWeightSource(WeightSource):
     """Source that uses rank 0's parameters on all ranks, as `DistributedDataParallel` does. `read` is collective."""
 
-    def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
-        self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
+    def __init__(self, parts: ParametersByUnit, group: Group) -> None:
+        self._parameters = {name: p for part in parts.values() for name, p in part.items()}
         self._group = group
 
     @override

@@ -81,7 +81,7 @@ class ShardedModel:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         check_not_sharded(module)
         parts, self._names_by_module, self._names = partition(module, units)
-        check_shardable(module, parts, has_weights=weights is not None)
+        check_shardable(module, has_weights=weights is not None)
         # Otherwise, windows of different sizes could be accessed out of bounds.
         tensors = describe_tensors(module, parts, dtypes or {}, transport.parameters.dtype)
         transport.group.world.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")

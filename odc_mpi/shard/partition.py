@@ -6,7 +6,6 @@ The root is fetched first and stays unsharded for the whole minibatch, so a shar
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,42 +17,22 @@ from odc_mpi.shard.units.unit import Unit
 UnitChoice = type | str | nn.Module
 #: For each module, its parameters' dotted names by their keys in `module._parameters`. Tied keys have the same name.
 NamesByModule = dict[nn.Module, dict[str, str]]
-
-
-@dataclass
-class UnitParameters:
-    """Parameters of a unit by dotted name, in module order. The root unit's name is "".
-
-    Each tied parameter is included once, under its first dotted name.
-    """
-
-    name: str
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-
-    def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
-        """Divide the parameters among flat arrays, and return a list of specs per array, trainable arrays first.
-
-        All parameters in an array have the same dtype, and they are either all trainable or all frozen. `dtypes`
-        contains, by dotted name, the dtypes that differ from that of the parameter store.
-        """
-        kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
-        for name, parameter in self.parameters.items():
-            spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, dtypes.get(name))
-            kinds.setdefault((not spec.requires_grad, str(spec.dtype)), []).append(spec)
-        return [kinds[kind] for kind in sorted(kinds)]
+#: For each unit's dotted name ("" for the root), its parameters by dotted name, in module order. A tied parameter is
+#: included once, under its first dotted name.
+ParametersByUnit = dict[str, dict[str, nn.Parameter]]
 
 
 def partition(
     module: nn.Module, units: Iterable[UnitChoice] | None
-) -> tuple[list[UnitParameters], NamesByModule, dict[str, str]]:
+) -> tuple[ParametersByUnit, NamesByModule, dict[str, str]]:
     """Divide a module's floating-point parameters into units.
 
     Args:
         units: Classes, class names or instances of submodules. None selects the classes in `module._no_split_modules`.
 
     Returns:
-        Three values: the units that have any parameters, root first and the others in module order; the names of the
-        parameters by module; and a dict that maps every dotted name of a parameter to its first dotted name. A
+        Three values: the parameters of the units that have any, root first and the others in module order; the names of
+        the parameters by module; and a dict that maps every dotted name of a parameter to its first dotted name. A
         parameter has several names if it is tied or its module is shared.
 
     Raises:
@@ -77,13 +56,13 @@ def partition(
             names_by_module.setdefault(submodule, {})[key] = names[full_name] = name
             # A parameter that several units share belongs to the root.
             unit_of[parameter] = unit_name if unit_of.get(parameter, unit_name) == unit_name else ""
-    result = {name: UnitParameters(name) for name in ("", *chosen)}
+    parts: ParametersByUnit = {name: {} for name in ("", *chosen)}
     for parameter, name in first_names.items():
-        result[unit_of[parameter]].parameters[name] = parameter
-    return [unit for unit in result.values() if unit.parameters], names_by_module, names
+        parts[unit_of[parameter]][name] = parameter
+    return {unit_name: part for unit_name, part in parts.items() if part}, names_by_module, names
 
 
-def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
+def check_shardable(module: nn.Module, *, has_weights: bool) -> None:
     """Raise ValueError if a module cannot be sharded.
 
     The module must not contain trainable parameters that are not real floating-point, embeddings with `max_norm`, or,
@@ -97,39 +76,47 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
             raise ValueError(
                 f"{name}: expected no max_norm, because the weights that it changes are copies of the shards"
             )
-    missing = next((name for part in parts for name, p in part.parameters.items() if p.is_meta), None)
+    missing = next((name for name, p in module.named_parameters() if p.is_floating_point() and p.is_meta), None)
     if missing and not has_weights:
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
 
 
 def describe_tensors(
-    module: nn.Module, parts: Iterable[UnitParameters], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
+    module: nn.Module, parts: ParametersByUnit, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> str:
     """Return a description of all tensors in a module, one per line, for comparing models between ranks.
 
     `dtypes` contains, by dotted name, the dtypes of parameters in the shards that differ from `dtype`.
     """
     lines = []
-    for part in parts:
-        for name, parameter in part.parameters.items():
+    for unit_name, part in parts.items():
+        for name, parameter in part.items():
             kind = "trainable" if parameter.requires_grad else "frozen"
-            unit = part.name or "(root)"
-            lines.append(f"{name} {tuple(parameter.shape)} {dtypes.get(name, dtype)} {kind} in unit {unit}")
+            where = f"{kind} in unit {unit_name or '(root)'}"
+            lines.append(f"{name} {tuple(parameter.shape)} {dtypes.get(name, dtype)} {where}")
     lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in replicated_tensors(module)]
     return "\n".join(lines).replace("torch.", "")
 
 
 def make_units(
-    parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
+    parts: ParametersByUnit, num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create the units and the layouts of their flat arrays, each of which is divided among `num_owners` ranks."""
+    """Create the units and the layouts of their flat arrays, each of which is divided among `num_owners` ranks.
+
+    The parameters of a unit are divided among arrays by dtype, and by whether they are trainable, trainable ones first.
+    `dtypes` contains, by dotted name, the dtypes that differ from that of the parameter store.
+    """
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
-    for part in parts:
-        name = part.name or "(root)"
-        unit_layouts = [FlatLayout.build(name, specs, num_owners, num_islands) for specs in part.specs(dtypes)]
-        units.append(Unit(part.name, unit_layouts, range(len(layouts), len(layouts) + len(unit_layouts))))
-        layouts += unit_layouts
+    for unit_name, part in parts.items():
+        arrays: dict[tuple[bool, str], list[ParameterSpec]] = {}
+        for name, parameter in part.items():
+            spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, dtypes.get(name))
+            arrays.setdefault((not spec.requires_grad, str(spec.dtype)), []).append(spec)
+        first = len(layouts)
+        for _, specs in sorted(arrays.items()):
+            layouts.append(FlatLayout.build(unit_name or "(root)", specs, num_owners, num_islands))
+        units.append(Unit(unit_name, layouts[first:], range(first, len(layouts))))
     return units, layouts
 
 

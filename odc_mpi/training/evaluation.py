@@ -20,8 +20,9 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Minibatch, find_strategy
+from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
@@ -93,8 +94,7 @@ class ForwardPass:
         """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`. Does not communicate."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
-        minibatch = Minibatch.from_indices(self.dataset, indices, plan, world.rank, data_epoch=0, position=0)
-        return self._placeholders.apply(minibatch)
+        return self._placeholders.apply(Minibatch(0, 0, indices, plan, world.rank, self.dataset))
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
         """Call `score` on each microbatch, without gradients, and return the results of all ranks. Collective.
@@ -143,19 +143,21 @@ class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
 
 
 class PairEvaluator(HeldOutEvaluator[PairScorer]):
-    """Base class for evaluators that report the metrics of a `PairScorer` on held-out pairs."""
+    """Reports the metrics of a `PairScorer` on held-out pairs, named as in training but with the prefix `eval_`."""
 
-    def __init_subclass__(cls, accuracy: str) -> None:
-        """Show the metric `accuracy`, the fraction of correctly ranked pairs, in the progress line and the summary."""
-        cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
-        cls.summary = {
-            **cls.summary,
+    def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: PairScorer) -> None:
+        super().__init__(run, model, forward_pass, scorer)
+        accuracy = f"eval_{scorer.accuracy}"
+        fields = {
             "eval_accuracy_start": SummaryField(accuracy, "start"),
             "eval_accuracy": SummaryField(accuracy, "last"),
         }
+        # Not class variables here, since they depend on the scorer.
+        self.columns = (*self.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))  # type: ignore[misc]
+        self.summary = {**self.summary, **fields}  # type: ignore[misc]
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics over the held-out pairs, named as in training but with the prefix `eval_`. Collective."""
+        """Return the metrics over the held-out pairs. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)

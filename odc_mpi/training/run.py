@@ -243,20 +243,17 @@ def build_trainer(
         source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
         if config.run.objective == "dpo":
             digest = partial(state_digest, world, TrainingState(model, optimizer, world.rank))
-            objective, more_callbacks = build_dpo(config, world, model, inputs, resume_point, digest, check_stop)
-            callbacks += more_callbacks
+            objective, others = build_dpo(config, world, model, inputs, resume_point, digest, check_stop)
         elif config.run.objective == "reward":
-            objective, more_callbacks = build_reward(config, world, model, inputs)
-            callbacks += more_callbacks
+            objective, others = build_reward(config, world, model, inputs)
         else:
-            objective = SFTObjective(model.module)
-            if held_out := held_out_pass(config, world, model, inputs):
-                callbacks.append(LossEvaluator(config.run, model, held_out, TokenLogps(model.module)))
+            objective, held_out = SFTObjective(model.module), held_out_pass(config, world, model, inputs)
+            others = [LossEvaluator(config.run, model, held_out, TokenLogps(model.module))] if held_out else []
         if config.data.cost == "fitted":
-            callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
+            others.append(FitCostModel(inputs.dataset, inputs.loader))
     else:
-        source, objective, more_callbacks = build_grpo(config, world, model, inputs, decision)
-        callbacks += more_callbacks
+        source, objective, others = build_grpo(config, world, model, inputs, decision)
+    callbacks += others
     if isinstance(model.gradient_format, FixedPointGradients):
         callbacks.append(ExponentCallback(model.gradient_format, objective.loss_normalizer))
     update = Update(model, optimizer, config)

@@ -50,9 +50,7 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     sample = runner.run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
     runner.close()
     assert sample.busy_s == pytest.approx(0.07)
-    slept = [ended - began for began, ended in sample.slept]
-    assert sum(slept) == pytest.approx(70, abs=0.3)
-    assert all(began <= ended for began, ended in sample.slept)
+    assert sum(ended - began for began, ended in sample.slept) == pytest.approx(70, abs=0.3)
     edges = [second for span in sample.slept for second in span]
     assert edges == sorted(edges) and edges[-1] <= sample.end_s * 1e3
     # The pause is the padding between the two, which is not reported.
@@ -63,12 +61,10 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     ("options", "output"),
     [
         ("--lengths longaling", "longalign"),
-        ("--per-rank 0", "--per-rank: expected a number from 1 to 100000, got 0"),
         ("--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
         ("--step-s inf", "--step-s"),
         ("--ranks 100000", "--ranks 100000: expected at most"),
         ("--workload grpo", "unknown argument --workload"),
-        ("--speed-variation nan", "--speed-variation"),
     ],
 )
 def test_user_errors_are_one_line(capsys, options, output):

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_mpi.data.microbatch import packed_inputs
 from odc_mpi.generation.generate import prompt_seed
 from odc_mpi.models import attention
 
@@ -59,3 +60,12 @@ class LargestTensor(TorchDispatchMode):
         tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
         return result
+
+
+def assert_packed_like_single(packed, reference, tokens, lengths, rtol, atol):
+    """The logits of packed sequences are those of `reference` for each sequence alone."""
+    with torch.no_grad():
+        logits = packed(**packed_inputs(tokens.numpy(), lengths)).logits[0]
+        for sequence, found in zip(tokens.split(lengths), logits.split(lengths), strict=True):
+            alone = reference(input_ids=sequence[None], use_cache=False).logits[0]
+            torch.testing.assert_close(found, alone, rtol=rtol, atol=atol)

@@ -1,9 +1,11 @@
 """Completions are those of transformers' own `generate`, and nothing of a model in training is left changed."""
 
+import numpy as np
 import pytest
 import torch
 from packed_models import packed_model, plain_completion, plain_model
 
+from odc_mpi.data.microbatch import packed_inputs
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams, generate
 from odc_mpi.models import attention
@@ -36,14 +38,7 @@ def test_all_is_as_before():
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     torch.manual_seed(4)
-    inputs = {
-        "input_ids": torch.arange(6)[None],
-        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
-        "cu_seq_lens_q": torch.tensor([0, 3, 6], dtype=torch.int32),
-        "cu_seq_lens_k": torch.tensor([0, 3, 6], dtype=torch.int32),
-        "max_length_q": 3,
-        "max_length_k": 3,
-    }
+    inputs = packed_inputs(np.arange(6), [3, 3])
     state, before = torch.get_rng_state(), model(**inputs)
     torch.set_rng_state(state)
     defaults = model.generation_config.to_dict()

@@ -48,13 +48,6 @@ def test_only_conversations_end_with_a_turn(tokenizer):
     assert (chat.prompt.number, chat.prompt.stop) == (1, (0, turn_end))
 
 
-def test_messages_need_a_template(tokenizer):
-    plain = train_tokenizer(["one two"] * 9, 300)
-    plain.chat_template = None
-    with pytest.raises(UserError, match="line 3: 'messages' need a chat template"):
-        tokenize(plain, [Conversation("file, line 3", [QUESTION])], stop=[0])
-
-
 def test_the_answer_in_a_file_to_train_on_is_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [[QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]]
@@ -66,6 +59,10 @@ def test_the_answer_in_a_file_to_train_on_is_left_out(tmp_path):
 def test_questions_become_conversations():
     asked = read_examples(None, ["one", "two"], None)
     assert [one.messages for one in asked] == [[{"role": "user", "content": text}] for text in ("one", "two")]
-    for given in ((None, None, None), ("a", ["b"], None), (None, ["a", ""], None)):
-        with pytest.raises(UserError, match="--chat"):
+    for given, words in (
+        ((None, None, None), "expected one of --prompt TEXT, --chat TEXT, --prompts FILE, got none"),
+        (("a", ["b"], None), "got --prompt TEXT and --chat TEXT"),
+        ((None, ["a", ""], None), "--chat: expected a text, got an empty string"),
+    ):
+        with pytest.raises(UserError, match=words):
             read_examples(*given)

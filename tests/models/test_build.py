@@ -1,18 +1,19 @@
 """Models from a configuration and from a directory: values, slices, and everything that can be wrong with either."""
 
-import itertools
 import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from local_transport import LocalGroup, LocalTransport
-from packed_models import LargestTensor
+from packed_models import LargestTensor, assert_packed_like_single
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import QWEN2
 
+from odc_mpi.data.microbatch import packed_inputs
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.shard.model import ShardedModel
@@ -53,7 +54,7 @@ def shard(meta_model):
     return ShardedModel(meta_model.module, LocalTransport(LocalGroup(1), 0), weights=meta_model.weights)
 
 
-def stock(settings, path=None):
+def stock(settings):
     """The same model as transformers itself makes it."""
     config = transformers.AutoConfig.for_model(**settings)
     torch.manual_seed(5)
@@ -85,22 +86,14 @@ class TestFromConfig:
             assert values.std() == pytest.approx(parameter.std().item(), rel=0.2, abs=1e-6), name
             assert values.mean() == pytest.approx(parameter.mean().item(), abs=0.01), name
 
-    def test_slices_do_not_depend_on_what_was_read_before(self):
-        one, two = models.from_config(QWEN2, seed=3).weights, models.from_config(QWEN2, seed=3).weights
-        names = [
-            "model.embed_tokens.weight",
-            "model.layers.1.mlp.up_proj.weight",
-            "model.layers.0.self_attn.q_proj.bias",
-        ]
+    def test_values_depend_on_seed_and_name_alone(self):
+        one, two, other = (models.from_config(QWEN2, seed).weights for seed in (3, 3, 4))
+        names = ["model.embed_tokens.weight", *(f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))]
         whole = {name: one.read(name, 0, 32) for name in names}
         for name in reversed(names):
-            assert torch.equal(two.read(name, 7, 20), whole[name][7:20])
-
-    def test_seeds_and_modules_differ(self):
-        weights, other = models.from_config(QWEN2, seed=0).weights, models.from_config(QWEN2, seed=1).weights
-        layers = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
-        assert not torch.equal(weights.read(layers[0], 0, 9), weights.read(layers[1], 0, 9))
-        assert not torch.equal(weights.read(layers[0], 0, 9), other.read(layers[0], 0, 9))
+            assert torch.equal(two.read(name, 7, 20), whole[name][7:20]), "whatever was read before"
+            assert not torch.equal(other.read(name, 0, 32), whole[name])
+        assert not torch.equal(whole[names[1]], whole[names[2]])
 
     @pytest.mark.parametrize("model", PACKED)
     def test_packed_outputs_are_those_of_single_sequences(self, model):
@@ -110,16 +103,7 @@ class TestFromConfig:
             for name, parameter in reference.named_parameters():
                 parameter.copy_(meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape))
         model = shard(meta_model).eval()
-        tokens, bounds = torch.arange(30)[None] % 64, [0, 9, 10, 30]
-        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])[None]
-        lengths = torch.tensor(bounds, dtype=torch.int32)
-        with torch.no_grad():
-            packed = model(
-                input_ids=tokens, position_ids=positions, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths
-            ).logits
-            for first, stop in itertools.pairwise(bounds):
-                alone = reference(input_ids=tokens[:, first:stop], use_cache=False).logits
-                torch.testing.assert_close(packed[:, first:stop], alone, rtol=1e-4, atol=1e-5)
+        assert_packed_like_single(model, reference, torch.arange(30) % 64, [9, 1, 20], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("settings", [QWEN2, SLIDING, PHIMOE], ids=["qwen2", "mistral", "phimoe"])
     def test_nothing_of_the_size_of_the_squared_pack_is_made(self, settings):
@@ -127,10 +111,9 @@ class TestFromConfig:
         num_tokens = 1024
         meta_model = models.from_config(settings | {"max_position_embeddings": num_tokens}, seed=0)
         model = shard(meta_model)
-        bounds = torch.arange(0, num_tokens + 1, 16, dtype=torch.int32)
-        inputs = {"input_ids": torch.arange(num_tokens)[None] % 64, "position_ids": torch.arange(num_tokens)[None] % 16}
+        inputs = packed_inputs(np.arange(num_tokens) % 64, [16] * (num_tokens // 16))
         with model.minibatch(), LargestTensor() as made:
-            loss = model(**inputs, labels=inputs["input_ids"], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).loss
+            loss = model(**inputs, labels=inputs["input_ids"]).loss
             loss.backward()
         assert num_tokens * 64 <= made.numel < num_tokens**2 / 4  # the logits are the largest
 

@@ -3,6 +3,7 @@ import torch
 from packed_models import materialized
 from tiny_qwen2 import SIZES
 
+from odc_mpi.data.microbatch import packed_inputs
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models import compiled
@@ -43,18 +44,9 @@ def model(num_layers, **settings):
 
 def loss(module, lengths):
     generator = torch.Generator().manual_seed(sum(lengths))
-    tokens = torch.randint(0, SIZES["vocab_size"], (1, sum(lengths)), generator=generator)
-    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    logits = module(
-        input_ids=tokens,
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        cu_seq_lens_q=boundaries,
-        cu_seq_lens_k=boundaries,
-        max_length_q=max(lengths),
-        max_length_k=max(lengths),
-        use_cache=False,
-    ).logits
-    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+    tokens = torch.randint(0, SIZES["vocab_size"], (sum(lengths),), generator=generator)
+    logits = module(**packed_inputs(tokens.numpy(), lengths)).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[1:])
 
 
 LENGTHS = ((5, 9), (11,), (3, 4, 5), (20, 1))

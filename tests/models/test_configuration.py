@@ -1,13 +1,24 @@
-"""Settings of `model.config` beside `model.path`: the configuration is that of transformers with the same settings."""
+"""Settings of `model.config` beside `model.path` give the configuration of transformers; names of attention."""
+
+import argparse
+import json
+import shutil
 
 import pytest
 import torch
 import transformers
 from tiny_qwen2 import SIZES
 
+from odc_mpi.cli.options import attention_name
 from odc_mpi.errors import UserError
 from odc_mpi.models import build
-from odc_mpi.models.configuration import full_configuration, override_config
+from odc_mpi.models.attention import IMPLEMENTATIONS
+from odc_mpi.models.configuration import (
+    ATTENTION_IMPLEMENTATIONS,
+    full_configuration,
+    override_config,
+    unsupported_reason,
+)
 
 TINY = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -70,3 +81,33 @@ def test_derived_settings_are_derived_again(saved):
 def test_what_cannot_take_effect_is_refused(saved, overrides, words):
     with pytest.raises(UserError, match=words):
         build.from_directory(saved, overrides=overrides)
+
+
+def test_supported_attention_is_implemented():
+    assert set(ATTENTION_IMPLEMENTATIONS) == IMPLEMENTATIONS.keys()
+
+
+def test_every_other_attention_of_transformers_is_refused_with_a_reason():
+    theirs = {*transformers.AttentionInterface(), "kernels-community/flash-attn2"} - {
+        *ATTENTION_IMPLEMENTATIONS,
+        *IMPLEMENTATIONS.values(),
+    }
+    assert {"flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"} <= theirs
+    assert [name for name in theirs if not unsupported_reason(name)] == []
+    assert unsupported_reason("fast") == unsupported_reason(None) == unsupported_reason(3) == ""
+
+
+def test_the_option_prints_the_reason():
+    assert attention_name("eager") == "eager"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^expected sdpa or eager, got 'flash_attention_3' \(a lib"):
+        attention_name("flash_attention_3")
+
+
+def test_names_in_a_model_s_own_configuration_do_not_count(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / "copy") / "config.json"
+    content = json.loads(path.read_text())
+    for name in ("attn_implementation", "_attn_implementation"):
+        path.write_text(json.dumps(content | {name: "flash_attention_2"}))
+        assert build.from_directory(path.parent).module.config._attn_implementation == IMPLEMENTATIONS["sdpa"]
+        with pytest.raises(UserError, match=f"unknown setting model.config.{name}"):
+            build.from_config({"model_type": "qwen2", **SIZES, name: "flash_attention_2"}, seed=0)

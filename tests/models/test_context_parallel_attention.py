@@ -1,8 +1,8 @@
 """Attention of chunks, which wait for each other in threads, against torch's on the unsplit sequence."""
 
 import threading
+from concurrent.futures import Future
 
-import kv_exchange_threads
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from odc_mpi.models import context_parallel_attention
 from odc_mpi.models.context_parallel_attention import _Kernel
 
 HEADS, GROUPS, SIZE = 4, 2, 8
+WAIT_S = 20
 CUTS = [(0, 13), (0, 7, 13), (0, 1, 13), (0, 12, 13), (0, 5, 9, 13), (0, 6, 8, 10, 13)]
 
 
@@ -23,6 +24,31 @@ def draw(dtype=torch.float32, tokens=13, size=SIZE):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
+class ThreadKVExchange:
+    """Exchange of chunk `number` of `count`, each in a thread, by futures in a dictionary, without windows."""
+
+    def __init__(self, futures, number, count):
+        self.futures, self.number, self.count = futures, number, count
+
+    def future(self, *key):
+        return self.futures.setdefault(key, Future())
+
+    def publish_kv(self, layer, kv):
+        if not (published := self.future("kv", layer, self.number)).done():
+            published.set_result([x.detach().clone() for x in kv])
+
+    def earlier_kv(self, layer):
+        return (self.future("kv", layer, number).result(WAIT_S) for number in range(self.number))
+
+    def send_kv_grads(self, layer, grads):
+        for number, gradient in zip(range(self.number), grads, strict=True):
+            self.future("grads", layer, self.number, number).set_result(gradient)
+
+    def accumulate_kv_grads(self, layer, grads):
+        later = [self.future("grads", layer, n, self.number).result(WAIT_S) for n in range(self.number + 1, self.count)]
+        return tuple(sum(parts) for parts in zip(grads, *later, strict=True))
+
+
 def unsplit(inputs, upstream, scaling):
     leaves = [x.clone().requires_grad_() for x in inputs]
     output = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scaling, enable_gqa=True)
@@ -30,10 +56,10 @@ def unsplit(inputs, upstream, scaling):
 
 
 def in_chunks(inputs, upstream, scaling, cuts):
-    board, count = kv_exchange_threads.Board(), len(cuts) - 1
+    futures, count = {}, len(cuts) - 1
 
     def work(number):
-        exchange = kv_exchange_threads.ThreadKVExchange(board, number, count)
+        exchange = ThreadKVExchange(futures, number, count)
         tokens = slice(cuts[number], cuts[number + 1])
         leaves = [x[:, :, tokens].clone().requires_grad_() for x in inputs]
         output = context_parallel_attention.context_parallel_attention(*leaves, scaling, 0, exchange)
@@ -67,14 +93,13 @@ def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_unsplit_sequenc
 def test_no_matrix_of_tokens_by_tokens_is_made():
     """The largest tensor of any operator has at most the elements of the query in fp32, not those of a mask."""
     *inputs, upstream = draw(tokens=512)
-    board = kv_exchange_threads.Board()
+    futures = {}
     first = [x[:, :, :256] for x in inputs]
-    kv_exchange_threads.ThreadKVExchange(board, 0, 2).publish_kv(0, first[1:])
+    ThreadKVExchange(futures, 0, 2).publish_kv(0, first[1:])
     leaves = [x[:, :, 256:].clone().requires_grad_() for x in inputs]
     with LargestTensor() as made:
-        output = context_parallel_attention.context_parallel_attention(
-            *leaves, None, 0, kv_exchange_threads.ThreadKVExchange(board, 1, 2)
-        )
+        exchange = ThreadKVExchange(futures, 1, 2)
+        output = context_parallel_attention.context_parallel_attention(*leaves, None, 0, exchange)
         output.backward(upstream[:, :, 256:])
     assert 0 < made.numel <= 256 * HEADS * SIZE < 256 * 256
 

@@ -11,13 +11,8 @@ SIZES = tiny_qwen2.SIZES | {"num_hidden_layers": 3}
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
 
-def compute_shape(settings, num_tokens=100, attention="sdpa"):
-    module = from_config(settings, 0, attention).module
-    before = module.training
-    try:
-        return attention_shape(module, num_tokens)
-    finally:
-        assert module.training == before
+def compute_shape(settings, num_tokens=100):
+    return attention_shape(from_config(settings, 0).module, num_tokens)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "olmo2"])

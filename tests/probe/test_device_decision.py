@@ -88,22 +88,8 @@ def test_a_crash_is_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("name", "cause", "wanted"),
-    [("get", Cause.STALE, "cpu"), ("put", Cause.WRONG, "cuda"), ("accumulate", Cause.WRONG, "cuda")],
-)
-def test_wrong_data_is_not_used(name, cause, wanted):
-    problem = Problem(("from_device", "same_node", name), cause)
-    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(problem)
-    decision = made(found)
-    assert choices(decision) == (wanted, {"accumulate": "mailbox"}.get(name, "accumulate"))
-    reason = {"get": decision.window_device, "accumulate": decision.reduction}.get(name)
-    assert reason is None or cause.value in reason.reason
-    require_correct_data(found, decision)
-
-
-@pytest.mark.parametrize(
     ("name", "reduction", "refused"),
-    [("get", "auto", True), ("put", "mailbox", True), ("put", "accumulate", False), ("accumulate", "mailbox", False)],
+    [("get", "auto", True), ("put", "mailbox", True), ("put", "accumulate", False), ("accumulate", "auto", False)],
 )
 def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
     problem = Problem(("from_device", "same_node", name), Cause.WRONG)

@@ -21,7 +21,4 @@ def test_a_task_of_an_array_that_was_put_back():
 
 def test_many_nodes_are_counted():
     layout = [(f"n{i}", 8) for i in range(64)]
-    assert (
-        describe_layout(layout, {})
-        == "on n0 (8 ranks), n1 (8 ranks), n2 (8 ranks), n3 (8 ranks), and 60 more with 480 ranks"
-    )
+    assert describe_layout(layout, {}).endswith(", n3 (8 ranks), and 60 more with 480 ranks")

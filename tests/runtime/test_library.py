@@ -10,9 +10,7 @@ from odc_mpi.runtime.library import is_mpich, library_name
         ("MPI VERSION    : CRAY MPICH version 8.1.29.4 (ANL base 3.4)\nMPI BUILD : x", "CRAY MPICH 8.1.29.4", True),
         ("Intel(R) MPI Library 2021.12 for Linux* OS\n", "Intel(R) MPI Library 2021.12", True),
         ("MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date : x\n", "MVAPICH2 2.3.7", True),
-        ("MVAPICH Version:      4.0\nMVAPICH Release date: x\n", "MVAPICH 4.0", True),
         ("Open MPI v5.0.11, package: Open MPI root@mpich Distribution, ident: 5", "Open MPI v5.0.11", False),
-        ("FUJITSU MPI Library 4.0.1 (4.1.4fj)", "FUJITSU MPI Library 4.0.1", False),
         ("Other", "Other", False),
     ],
 )

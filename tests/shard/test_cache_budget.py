@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, squares, vectors
+from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, sgd, squares, vectors
 from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
@@ -117,7 +117,7 @@ def cases() -> Iterable[Any]:
     frozen = ("layers.1", "layers.3.linear.bias", "first")
     many = vectors(4, WIDTH, microbatches=7)
     yield pytest.param(Stack(5), many, {}, id="plain")
-    yield pytest.param(Stack(5), many, {"mark_last": True}, id="last_marked")
+    yield pytest.param(Stack(5), many, {"mark_last": True, "make_optimizer": sgd, "max_norm": None}, id="last_marked")
     yield pytest.param(Stack(5), many, {"prefetch": 1, "mark_last": True}, id="ahead1")
     yield pytest.param(Stack(5), many, {"prefetch": 2, "activation_checkpointing": True}, id="ahead2_recomputed")
     yield pytest.param(Branches(), skipped, {"prefetch": 1}, id="skipped_and_twice")
@@ -325,7 +325,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 @on_ranks(1)
 def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
-    transport.parameters.access = access
+    transport.access = access
     train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
@@ -356,7 +356,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
     train = Train(transport, Stack(2).double(), CacheBytes())
-    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
+    transport.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
     assert train.model.cache_bytes == CacheBytes(0, 1 << 30 if one_sided else 0)

@@ -30,7 +30,9 @@ PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 2], ids="ahead{}".format)
     ids=["root", "blocks", "nested", "sequential", "leaves", "norms"],
 )
 def test_whatever_the_units(mode: dict[str, Any], units: list[type], prefetch: int) -> None:
-    check_parity(Transformer(tied=True), tokens(VOCABULARY), units=units, loss=next_tokens, prefetch=prefetch, **mode)
+    """With SGD, because Adam's steps do not depend on the scale of gradients."""
+    options = {"loss": next_tokens, "make_optimizer": sgd, "max_norm": None} | mode
+    check_parity(Transformer(tied=True), tokens(VOCABULARY), units=units, prefetch=prefetch, **options)
 
 
 class Branches(nn.Module):

@@ -3,12 +3,12 @@ import torch
 from torch import nn
 from toy_models import Block, Layer, Stack, Transformer
 
-from odc_mpi.shard.partition import UnitChoice, partition, replicated_tensors
+from odc_mpi.shard.partition import UnitChoice, make_units, partition, replicated_tensors
 
 
 def names(module: nn.Module, units: list[UnitChoice] | None = None) -> dict[str, list[str]]:
     """The parameters of every unit, by dotted name."""
-    return {unit.name: list(unit.parameters) for unit in partition(module, units)[0]}
+    return {name: list(parameters) for name, parameters in partition(module, units)[0].items()}
 
 
 class Pair(nn.Module):
@@ -82,15 +82,12 @@ def test_tensors_without_floating_point_do_not_change() -> None:
     assert sorted(name for name, _ in replicated_tensors(module)) == ["scale", "scratch", "steps"]
 
 
-def test_trainable_and_frozen_are_described_apart() -> None:
-    module = Layer(3)
-    module.linear.bias.requires_grad_(False)
-    (unit,), *_ = partition(module, None)
-    described = [[(s.name, s.shape, s.requires_grad) for s in specs] for specs in unit.specs({})]
-    assert described == [[("linear.weight", (3, 3), True)], [("linear.bias", (3,), False)]]
-
-
-def test_parameters_of_other_types_are_described_apart() -> None:
-    (unit,), *_ = partition(Layer(3), None)
-    described = [[(s.name, s.dtype) for s in specs] for specs in unit.specs({"linear.bias": torch.bfloat16})]
-    assert described == [[("linear.weight", None)], [("linear.bias", torch.bfloat16)]]
+def test_arrays_hold_trainable_or_frozen_parameters_of_one_dtype() -> None:
+    module = nn.Sequential(Layer(3), Layer(3))
+    module[0].linear.bias.requires_grad_(False)
+    (unit,), layouts = make_units(partition(module, None)[0], 1, {"1.linear.bias": torch.bfloat16})
+    names = [[range_.spec.name for range_ in layout.ranges] for layout in layouts]
+    assert names == [["0.linear.weight", "1.linear.weight"], ["1.linear.bias"], ["0.linear.bias"]]
+    assert [layout.trainable for layout in layouts] == [True, True, False]
+    assert [layout.dtype for layout in layouts] == [None, torch.bfloat16, None]
+    assert unit.layouts == tuple(layouts)

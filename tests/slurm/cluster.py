@@ -1,9 +1,5 @@
 """A Slurm cluster of two nodes on this machine, for tests.
 
-By hand, a program beside the cluster, a shell by default; what it submits runs on node0 and node1:
-
-    python tests/slurm/cluster.py [PROGRAM ...]
-
 Everything lives in one PID namespace with private mounts, network and host names (`daemons.py`). The kernel ends all
 of it together with its first process, and that with this one, however it ends: there is nothing to clean up.
 """
@@ -84,19 +80,19 @@ class Cluster:
             self._process.wait(timeout=20)
         self._process.stdout.close()
 
-    def run(self, *command, cwd=ROOT, timeout_s=60, pipe=True, **env):
+    def run(self, *command, cwd=ROOT, timeout_s=60, **env):
         """Run a program beside the daemons, such as sbatch."""
         enter = ["nsenter", "--target", str(self.first), "--mount", "--uts", "--net", "--pid", "--ipc"]
         began = time.monotonic()
         done = subprocess.run(
             [*enter, f"--wdns={cwd}", "--", *map(str, command)],
-            capture_output=pipe,
+            capture_output=True,
             text=True,
-            stdin=subprocess.DEVNULL if pipe else None,
+            stdin=subprocess.DEVNULL,
             timeout=timeout_s,
             env=self._environment(env),
         )
-        return Finished(done.returncode, done.stdout or "", done.stderr or "", time.monotonic() - began)
+        return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
     def _environment(self, changes):
         own = {
@@ -118,15 +114,3 @@ class Cluster:
                 raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {facts}")
             time.sleep(0.5)
         return facts
-
-
-def main():
-    reason = missing()
-    if reason is not None:
-        raise SystemExit(reason)
-    with Cluster() as cluster:
-        return cluster.run(*(sys.argv[1:] or ["bash"]), pipe=False, timeout_s=None).code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

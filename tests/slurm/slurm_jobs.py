@@ -13,13 +13,7 @@ LIMIT_S = 600
 
 
 class Directory:
-    """A directory in which jobs run, with a configuration; by default on one rank for each job and node.
-
-    Args:
-        cluster: That runs them.
-        path: Path of the directory.
-        data: The data set.
-    """
+    """A directory in which jobs run, with a configuration; by default on one rank for each job and node."""
 
     def __init__(self, cluster, path, data):
         self.cluster = cluster
@@ -74,16 +68,16 @@ class Directory:
     def summary(self, run="run"):
         return json.loads((self.path / run / "summary.json").read_text())
 
-    def wait_for_steps(self, number, run="run", timeout_s=LIMIT_S):
+    def wait_for_steps(self, number, run):
         """Wait until a run has done so many steps."""
-        deadline = time.monotonic() + timeout_s
-        while len(self.steps(run)) < number:
-            assert time.monotonic() < deadline, f"{run}: {len(self.steps(run))} steps in {timeout_s} s"
-            time.sleep(0.05)
+        self._wait(run, lambda: len(self.steps(run)) >= number)
 
-    def wait_for_checkpoint(self, run, timeout_s=LIMIT_S):
+    def wait_for_checkpoint(self, run):
         """Wait until a run has published a checkpoint."""
-        deadline = time.monotonic() + timeout_s
-        while not any((self.path / run).glob("checkpoints/step_*")):
-            assert time.monotonic() < deadline, f"{run}: no checkpoint in {timeout_s} s, {len(self.steps(run))} steps"
+        self._wait(run, lambda: any((self.path / run).glob("checkpoints/step_*")))
+
+    def _wait(self, run, condition):
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{run}: {len(self.steps(run))} steps in {LIMIT_S} s"
             time.sleep(0.05)

@@ -17,9 +17,8 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 EVERY_10 = ("--run.checkpoint_every", "10")
 SHORT = ("--run.steps", "3")
-#: Directory of a node, and its own; as the benchmark of schedules is small.
+#: Directory of a node, which the other does not see.
 SCRATCH = "/run/scratch"
-SCHEDULE = "--ranks 2 --per-rank 2 --minibatches 1 --units 1 --step-s 0.05"
 #: How docs/clusters.md starts commands that end by themselves.
 SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=1 --cpu-bind=cores --mem-bind=local --gpu-bind=none odc-mpi"
 TWO_NODES = ["--nodes=2"]
@@ -36,7 +35,6 @@ def jobs(place):
         "lost": place.train("train", *place.records("lost"), *EVERY_10, options=TWO_NODES),
         "pair": place.train("train", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
         "within": within(place),
-        "schedule": place.command(f"{SRUN} bench schedule {SCHEDULE}", "--nodes=1", "--ntasks-per-node=2"),
         "nowhere": place.train("train", options=TWO_NODES, STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
     }
     last = f"{submitted['sweep']}_1"
@@ -99,14 +97,6 @@ def kill_a_rank(place, job):
     lived_s = time.monotonic() - began
     assert place.cluster.run("scontrol", "requeue", job).code == 0
     return lived_s
-
-
-def start_wrongly(place, kind):
-    """Train with a --mpi that passes the library nothing, or with the other library's."""
-    wrong = {"other": {"pmi2": "pmix", "pmix": "pmi2"}[srun_mpi()]}.get(kind, kind)
-    srun = ["srun", f"--mpi={wrong}", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=0"]
-    wrong_run = ["odc-mpi", "train", "--config", place.config, "--run.dir", kind]
-    return place.cluster.run(*srun, *wrong_run, cwd=place.path, timeout_s=LIMIT_S)
 
 
 @pytest.mark.library
@@ -221,7 +211,10 @@ def test_srun_forwards_the_signal_that_saves_and_ctrl_c_names_it(place, signals,
 @pytest.mark.library
 @pytest.mark.parametrize("kind", ["none", "other"])
 def test_a_launcher_that_the_library_does_not_know(place, kind):
-    done = start_wrongly(place, kind)
+    wrong = {"other": {"pmi2": "pmix", "pmix": "pmi2"}[srun_mpi()]}.get(kind, kind)
+    srun = ["srun", f"--mpi={wrong}", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=0"]
+    wrong_run = ["odc-mpi", "train", "--config", place.config, "--run.dir", kind]
+    done = place.cluster.run(*srun, *wrong_run, cwd=place.path, timeout_s=LIMIT_S)
     assert done.code == 2, done.err
     (errors,) = [line for line in done.lines if line.startswith("odc-mpi: error: ")]
     assert f"try srun --mpi={srun_mpi()}" in errors
@@ -233,10 +226,6 @@ def test_mpiexec_and_no_launcher_within_a_job(place, jobs):
     place.finish(jobs["within"])
     assert [place.summary(run)["hosts"] for run in ("alone", "two")] == [["node0"], ["node0", "node1"]]
     assert place.losses("two") == pytest.approx(place.losses("alone"), rel=1e-3)
-
-
-def test_a_benchmark_ends(place, jobs):
-    assert "dynamic" in place.finish(jobs["schedule"])
 
 
 @pytest.mark.library

@@ -73,8 +73,8 @@ def test_a_file_in_the_style_of_another_library(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("base_model: m\ndata: {path: d}\nlora_r: 8\nlora-target-modules: q_proj, v_proj\nbf16: true\n")
     config = load(path, ["--lora_r", "4"])
-    assert config.lora.r == 4 and config.lora.target_modules == ["q_proj", "v_proj"]
-    assert config.model.path == "m" and config.model.param_dtype == "bfloat16"
+    assert (config.lora.r, config.lora.target_modules) == (4, ["q_proj", "v_proj"])
+    assert (config.model.path, config.model.param_dtype) == ("m", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from transformers import AutoModelForSequenceClassification, masking_utils
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
-from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
+from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
 from odc_mpi.training.objectives.grpo import GRPOObjective
-from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
+from odc_mpi.training.objectives.pairs import PairObjective
+from odc_mpi.training.objectives.reward import RewardScorer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig
 from odc_mpi.training.rl.settings import GRPOConfig
@@ -34,9 +35,9 @@ def objective_for(name, module):
         return SFTObjective(module)
     if name == "dpo":
         scorer = PreferenceScorer(AnswerLogps(module, True), DPOConfig(), torch.zeros(2, 2, dtype=torch.float64))
-        return DPOObjective(scorer)
+        return PairObjective(scorer)
     if name == "reward":
-        return RewardObjective(RewardScorer(module, True, RewardConfig()))
+        return PairObjective(RewardScorer(module, True, RewardConfig()))
     rl = GRPOConfig(loss_type="grpo", beta=0.1)
     return GRPOObjective(module, rl, 1, lambda microbatch: torch.zeros(9, device="cuda"))
 

@@ -16,11 +16,11 @@ from odc_mpi.data.tokenizer import train_tokenizer
 from odc_mpi.training.objectives.dpo import (
     AnswerLogps,
     AnswerScores,
-    DPOObjective,
     PreferenceScorer,
     pair_loss,
     pair_statistics,
 )
+from odc_mpi.training.objectives.pairs import PairObjective
 from odc_mpi.training.pairs.settings import DPOConfig, LossType
 
 # Of the libraries of TRL.
@@ -119,7 +119,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, types, weights
         reference = AnswerLogps(trainer.ref_model, packs=False)
         values = torch.cat([reference(read_pairs(minibatch.dataset, np.array([i]))).logps for i in range(3)])
     dpo = DPOConfig(0.1, types, weights, smoothing)
-    objective = DPOObjective(PreferenceScorer(compute, dpo, values))
+    objective = PairObjective(PreferenceScorer(compute, dpo, values))
     loss = objective.loss(minibatch, microbatch)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)

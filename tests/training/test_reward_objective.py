@@ -20,7 +20,8 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.heads import REWARD
-from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
+from odc_mpi.training.objectives.pairs import PairObjective
+from odc_mpi.training.objectives.reward import RewardScorer
 from odc_mpi.training.pairs.settings import RewardConfig
 
 # Of the libraries of TRL.
@@ -66,7 +67,7 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
             counts = PairCounts(prompt, len(chosen) - prompt, len(chosen) - prompt)
             writer.append(tokens, np.arange(len(tokens)) >= prompt, counts)
     ours.config.pad_token_id = tokenizer.pad_token_id
-    objective = RewardObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))
+    objective = PairObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))
     with Dataset(tmp_path / "pairs.h5") as dataset:
         microbatch = read_pairs(dataset, np.arange(3))
     loss = objective.loss(SimpleNamespace(indices=np.arange(3)), microbatch)

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer questions from standard input until the end of the input, and return the exit code."""
 
     def work(job: "GenerateArguments", world: "World") -> None:
-        from odc_mpi.generation.chat import chat
+        from odc_mpi.generation.run import chat
 
         chat(job, world, arguments.system)
 

@@ -54,8 +54,7 @@ class DamagedDatasetError(UserError):
 def hdf5_errors(path: Path, description: str) -> Iterator[None]:
     """Context manager that converts exceptions raised by h5py for a damaged file to a `DamagedDatasetError`.
 
-    Args:
-        description: Name of the data being read, such as "sequence 3", for the error message.
+    `description` is the name of the data being read, such as "sequence 3".
     """
     try:
         yield

@@ -49,9 +49,8 @@ class Dataset(AbstractContextManager["Dataset"]):
     def __init__(self, path: Path | str) -> None:
         """Open a file written by `prepare`. Each rank opens the file independently.
 
-        Raises:
-            UserError: The file is missing, is not a data set of this version, or contains no sequences.
-            DamagedDatasetError: The file is damaged. Tokens and loss masks are not verified until they are read.
+        Raises a `UserError` if the file is missing, is not a data set of this version, or contains no sequences, and a
+        `DamagedDatasetError` if it is damaged. Tokens and loss masks are not verified until they are read.
         """
         self.path = Path(path)
         self._file = _open(self.path)
@@ -92,10 +91,8 @@ class Dataset(AbstractContextManager["Dataset"]):
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Read a sequence, and return its tokens, int64 [length], and its loss mask, bool [length].
 
-        Raises:
-            DamagedDatasetError: The sequence cannot be read, or differs from the one that was written.
-            IndexError: `index` is negative, or is not less than the number of sequences.
-            ValueError: The data set is closed.
+        Raises a `DamagedDatasetError` if the sequence cannot be read, or differs from the one that was written, and a
+        `ValueError` if the data set is closed.
         """
         if not self._file:
             raise ValueError(f"the data set {str(self.path)!r} is closed")

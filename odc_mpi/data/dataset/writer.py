@@ -29,10 +29,9 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
     If an exception leaves the `with` body, `Dataset` rejects the unfinished file. Leaving the body raises an `OSError`
-    if the file could not be written, for example because the disk is full. The attributes `num_sequences`,
-    `num_tokens`, `num_trained_tokens` (loss tokens, not counting the first token of each sequence), `num_prompt_tokens`
-    (in pairs), `longest` (maximum number of tokens in a sequence) and `max_token_id` describe the sequences appended so
-    far.
+    if the file could not be written. The attributes `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens,
+    not counting the first token of each sequence), `num_prompt_tokens` (in pairs), `longest` (maximum number of tokens
+    in a sequence) and `max_token_id` describe the sequences appended so far.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, first_fit, partition, partition_evenly
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
@@ -151,16 +152,9 @@ def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[S
 def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
     """Return a balance strategy whose microbatches are the same for any number of ranks.
 
-    The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, packing depends
-    only on the sequences and on a cost model that never changes.
-
-    Args:
-        name: Name of one of `BALANCE_STRATEGIES`.
-        packing_cost: Cost model for packing. The strategy's own argument `cost` affects only the assignment to ranks.
-        pack: Function that forms the microbatches, given `packing_cost`. Not used for "local_sort".
-
-    Raises:
-        UserError: `name` is "lb_micro", whose microbatches depend on the number of ranks.
+    The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, `pack` forms the
+    microbatches with `packing_cost`, which never changes. The strategy's argument `cost` affects only the assignment to
+    ranks. Raises a `UserError` if `name` is "lb_micro", whose microbatches depend on the number of ranks.
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -189,18 +183,23 @@ def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
     return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
 
 
+def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
+    """Return the balance strategy called `name`. For the other arguments and the errors, see `data.loader.Loader`."""
+    if name not in BALANCE_STRATEGIES:
+        hint = did_you_mean(name, BALANCE_STRATEGIES)
+        raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
+    if not packs:
+        return one_sequence_per_microbatch(name, cost)
+    return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]
+
+
 def plan_islands(
     lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
 ) -> Plan:
     """Divide a minibatch among islands that train separately, and plan each part without split sequences.
 
-    The parts have about equal costs. The first one, which `partition` makes the costliest, goes to another island in
-    each minibatch.
-
-    Args:
-        costs: Cost of each sequence, float64 [n].
-        minibatch_number: Number of the minibatch, which must be the same on all ranks.
-        plan_island: Function that plans sequences, given their lengths, for the ranks of one island.
+    The parts have about equal costs. The costliest one goes to another island in each minibatch, depending on
+    `minibatch_number`. `plan_island` plans sequences, given their lengths, for the ranks of one island.
     """
     if num_islands == 1:
         return plan_island(lengths)
@@ -235,10 +234,7 @@ def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:
 def _split(
     part: list[int], packed: list[list[int]], count: int, lengths: Lengths, max_tokens: int, costs: Costs
 ) -> tuple[SequenceIndices, ...]:
-    """Split the sequences of a rank into `count` microbatches of about equal cost, costliest first.
-
-    The fallback is `packed`, which contains at most `count` microbatches, each of at most `max_tokens` tokens.
-    """
+    """Split the sequences of a rank into `count` microbatches of about equal cost; `packed` is the fallback."""
     part_lengths, part_costs = lengths[part], costs[part]
     bins = partition(part_costs.tolist(), count)
     tokens = part_lengths.tolist()
@@ -253,10 +249,7 @@ def _split(
 
 
 def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list[list[int]] | None:
-    """Assign each sequence, costliest first, to the cheapest microbatch with enough space.
-
-    Returns None if a sequence does not fit in any microbatch.
-    """
+    """Assign each sequence, costliest first, to the cheapest microbatch with enough space. Returns None if none has."""
     free_tokens, load = np.full(count, max_tokens), np.zeros(count)
     bins: list[list[int]] = [[] for _ in range(count)]
     for i in argsort_descending(costs):

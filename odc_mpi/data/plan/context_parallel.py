@@ -11,10 +11,7 @@ Deadlocks cannot occur: a chunk waits only for other chunks of its sequence, and
 sequence have no earlier chunk left to run.
 
 Several cost thresholds are tried. Each sequence above the threshold is split into the fewest chunks that are below it.
-The best plan is the one with the earliest estimated end, averaged over equal and different rank speeds (`SPREADS`). A
-chunk costs more than its share of the sequence (`CostModel.chunk`), so a sequence that fits on one rank is split only
-to save time.
-
+The best plan is the one with the earliest estimated end, averaged over equal and different rank speeds (`SPREADS`).
 Every rank computes the same plan, because decisions depend only on arithmetic in a fixed order.
 """
 
@@ -47,14 +44,8 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
     """Plan a minibatch: split the costliest sequences across several ranks, and put all others in `Plan.pool`.
 
     This is a `BalanceStrategy`. If splitting saves less than 2% of the estimated time, and `max_tokens` does not
-    require it, the plan is that of `balance.dynamic`.
-
-    Args:
-        max_tokens: Maximum number of tokens in a microbatch or a chunk.
-        unsplit: Plan of `balance.dynamic` for the same arguments; None to compute it.
-
-    Raises:
-        UserError: A sequence is longer than `size` chunks of `max_tokens` tokens.
+    require it, the plan is that of `balance.dynamic`, which the caller may pass as `unsplit`. Raises a `UserError` if a
+    sequence is longer than `size` chunks of `max_tokens` tokens.
     """
     check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)

@@ -39,12 +39,9 @@ def pack_pool(
 ) -> tuple[SequenceIndices, ...]:
     """Pack a minibatch into microbatches. Returns the positions in `lengths` for each microbatch, costliest first.
 
-    Args:
-        lengths: Number of tokens in each sequence, int64 [n], n > 0. None exceeds `max_tokens`.
-        costs: Cost of each sequence, float64 [n].
-        constant: Cost of a microbatch in addition to that of its sequences.
-        available_at: For each value in `SPREADS`, the time at which each rank starts to claim, in units of cost,
-            float64 [size]; None if all ranks start at 0.
+    `lengths`, int64 [n], n > 0, and `costs`, float64 [n], are those of the sequences. `constant` is the cost of a
+    microbatch in addition to that of its sequences. `available_at` contains, for each value in `SPREADS`, the time at
+    which each rank starts to claim, in units of cost, float64 [size]; None if all ranks start at 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
@@ -68,11 +65,9 @@ def makespan(
 ) -> float:
     """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in the given order.
 
-    Args:
-        work: Cost of each item, float64 [n].
-        spread: Spread of rank speeds. If there are several ranks, costs are multiplied by factors from `1 - spread` on
-            the first rank to `1 + spread` on the last.
-        available_at: Time at which each rank starts to claim items, float64 [size]; None if all ranks start at 0.
+    `work` contains the cost of each item, float64 [n]. Costs are multiplied by factors from `1 - spread` on the first
+    rank to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim items, float64
+    [size]; None if all ranks start at 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)

@@ -1,7 +1,4 @@
-"""Checking the messages and tools of conversations, and converting them to the form that chat templates expect.
-
-All errors are of the type `InvalidRecordError`, and their messages begin with the location of the record.
-"""
+"""Checking the messages and tools of conversations, and converting them to the form that chat templates expect."""
 
 import json
 from collections.abc import Mapping
@@ -21,10 +18,7 @@ LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, 
 
 
 def parse_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools, or None if there are none. `tools` may be JSON text, as in tables.
-
-    Raises an `InvalidRecordError` if `tools` is not a list of objects.
-    """
+    """Return the list of tools, which may be JSON text, or None. Raises an `InvalidRecordError` for other values."""
     if isinstance(tools, str) and tools.strip():
         tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
     if not tools:

@@ -1,8 +1,4 @@
-"""Functions of the Python standard library, as prompts and completions.
-
-This text is available on every machine without a download. Its sequence lengths have a heavy-tailed distribution, so it
-shows the effect of load balancing.
-"""
+"""Functions of the Python standard library, as prompts and completions with a heavy-tailed length distribution."""
 
 import ast
 import sysconfig
@@ -29,10 +25,9 @@ class StdlibFunction(NamedTuple):
 def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     """Yield the functions and methods with docstrings in the Python files of a folder, ordered by path and line.
 
-    Duplicates, which occur in backports and generated code, are omitted, and so are files that cannot be parsed,
-    functions longer than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters. The
-    folder `root`, by default the standard library of the running interpreter, is searched recursively, except for tests
-    and installed packages.
+    Duplicates, files that cannot be parsed, functions longer than `MAX_CHARS` characters, and completions shorter than
+    `MIN_COMPLETION_CHARS` characters are omitted. The folder `root`, by default the standard library of the running
+    interpreter, is searched recursively, except for tests and installed packages.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):

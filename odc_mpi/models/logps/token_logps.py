@@ -136,8 +136,10 @@ class ChunkedLogps(torch.autograd.Function):
             logits_grad.scatter_add_(1, targets[block, None], gradient[block, None].to(logits_grad.dtype))
             logits_grad = transform.backward_(logits_grad, logits).to(hidden.dtype)
             hidden_grad[block] = logits_grad @ weight
-            if weight_grad is not None:
-                _add_product_(weight_grad, logits_grad.T, hidden[block])
+            if weight_grad is not None and weight_grad.dtype == hidden.dtype:
+                weight_grad.addmm_(logits_grad.T, hidden[block])
+            elif weight_grad is not None:
+                weight_grad += logits_grad.T @ hidden[block]
             if bias_grad is not None:
                 bias_grad += logits_grad.sum(0)
         return hidden_grad, weight_grad, bias_grad, None, None
@@ -171,10 +173,3 @@ def _blocks(count: int, head: torch.Tensor) -> Iterator[slice]:
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-
-
-def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

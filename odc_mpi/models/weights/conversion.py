@@ -51,7 +51,19 @@ def loaded_tensors(
         conversions.setdefault(name, conversion).add_tensor(name, key, pattern or key, cast(Any, stored[key]))
     loaded: dict[str, PlacedTensor] = {}
     for name, conversion in conversions.items():
-        for target, tensor in _convert(conversion, name, module).items():
+        try:
+            converted = conversion.convert(name, model=module, config=module.config)
+        except NotImplementedError as error:
+            raise UserError(
+                f"model.path: {name} cannot be read by slices ({error}): save the model with save_pretrained of "
+                "transformers and save_original_format=False"
+            ) from error
+        except UserError:  # from reading a file
+            raise
+        except (ValueError, RuntimeError, AttributeError) as error:  # inconsistent shapes
+            problem = one_line_message(error)
+            raise UserError(f"model.path: the stored weights of {name} do not fit: {problem}") from error
+        for target, tensor in converted.items():
             loaded[target] = tensor[0] if isinstance(tensor, list) else tensor
     return loaded
 
@@ -69,20 +81,3 @@ def published_tensors(
     }
     published = revert_weight_conversion(module, state)
     return {name: published[name] for name in sorted(published, key=dot_natural_key)}
-
-
-def _convert(
-    conversion: WeightRenaming | WeightConverter, name: str, module: transformers.PreTrainedModel
-) -> dict[str, PlacedTensor]:
-    try:
-        converted: dict[str, PlacedTensor] = conversion.convert(name, model=module, config=module.config)
-    except NotImplementedError as error:
-        raise UserError(
-            f"model.path: {name} cannot be read by slices ({error}): save the model with save_pretrained of "
-            "transformers and save_original_format=False"
-        ) from error
-    except UserError:  # from reading a file
-        raise
-    except (ValueError, RuntimeError, AttributeError) as error:  # inconsistent shapes
-        raise UserError(f"model.path: the stored weights of {name} do not fit: {one_line_message(error)}") from error
-    return converted

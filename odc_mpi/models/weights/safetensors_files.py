@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ class SafetensorsWeights(HashedWeights):
 
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
-        new: Sources of parameters that may be missing from the files, keyed by prefixes of parameter names.
+        new: Source of the parameters of the module `new_head`, which may be missing from the files.
     """
 
     def __init__(
@@ -47,7 +46,8 @@ class SafetensorsWeights(HashedWeights):
         path: Path,
         module: transformers.PreTrainedModel,
         composite: Composite | None = None,
-        new: Mapping[str, WeightSource] | None = None,
+        new: WeightSource | None = None,
+        new_head: str | None = None,
     ) -> None:
         self._path = path
         self._new: dict[str, WeightSource] = {}
@@ -62,15 +62,14 @@ class SafetensorsWeights(HashedWeights):
             aliases.setdefault(parameter, []).append(name)
         for name, parameter in module.named_parameters():
             found = [self._placed[alias] for alias in aliases[parameter] if alias in self._placed]
-            source = next((source for prefix, source in (new or {}).items() if name.startswith(prefix)), None)
             if found:
                 self._placed[name], *self._copies[name] = found
                 for placed in found:
                     self._check(name, placed, parameter.shape)
                 if self._copies[name]:
                     self.read(name, 0, parameter.shape[-1])  # here all ranks find the same, later each in its slice
-            elif source is not None:
-                self._new[name] = source
+            elif new is not None and new_head and name.startswith(f"{new_head}."):
+                self._new[name] = new
             else:
                 examples = ", ".join(itertools.islice(stored, _MAX_NAMES)) or "nothing"
                 raise UserError(f"model.path: {path} stores no weights for {name}; it stores {examples}, ...")

@@ -56,7 +56,7 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> int:
-    """Return the rank that the launcher assigned to this process, or 0 without a launcher. Does not initialize MPI."""
+    """Return the rank assigned by the launcher, or 0 without one. Does not initialize MPI."""
     variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
     ranks = (os.environ.get(variable, "0") for variable in variables)
     return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
@@ -110,9 +110,8 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
 
     Args:
         command: Command that starts the child. The file descriptor for messages is appended as its last argument.
-        deadline_s: Time in seconds after which a child is considered to have failed.
-        quiet_s: Maximum time between two messages from the child of rank 0, in seconds, before it is considered to have
-            failed.
+        deadline_s: Time in seconds after which a child has failed.
+        quiet_s: Time in seconds without a message after which the child of rank 0 has failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())

@@ -106,7 +106,10 @@ class FragmentExchange:
             mean, norms, _ = self._combine(fragment, messages, weights, 0.0)
             if self._world.rank == 0:
                 for island, factor in left_out.items():
-                    warn(_describe_exclusion(island, factor))
+                    warn(
+                        f"WARNING: the change of the parameters on island {island} was left out: its norm is "
+                        f"{self.watch.describe(factor)}. If this happens again, check the hosts of the island"
+                    )
         result = SyncResult(
             outer_norm=norms[-1],
             outer_cosine=_mean_cosine(norms[:num_islands], norms[-1], weights),
@@ -137,14 +140,6 @@ class FragmentExchange:
         # The ranks of each island have the same parts of all differences: those of the first island decide.
         norms = np.sqrt(rows[:num_ranks, :-2].sum(axis=0)).tolist()
         return mean, norms, float(rows[:, -1].mean())
-
-
-def _describe_exclusion(island: int, factor: float) -> str:
-    norm = "not finite" if factor == float("inf") else f"{factor:.3g} times the usual norm (islands.norm_limit)"
-    return (
-        f"WARNING: the change of the parameters on island {island} was left out: its norm is {norm}. If this happens "
-        "again, check the hosts of the island"
-    )
 
 
 def _mean_cosine(norms: Sequence[float], mean_norm: float, weights: Sequence[float]) -> float:

@@ -15,8 +15,6 @@ What a run restores:
     of the same number of islands   island K's      island K's          all             island K's
     of another number of islands    outer           mean                all             none
     without islands                 `model/`        the only one        none            none
-
-A run without an outer optimizer restores the outer parameters and the mean of the optimizer states.
 """
 
 from collections.abc import Iterator, Mapping

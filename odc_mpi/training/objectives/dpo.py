@@ -26,7 +26,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
+from odc_mpi.training.objectives.pairs import PairScorer, PairScores
 from odc_mpi.training.pairs.settings import DPOConfig
 
 
@@ -80,6 +80,7 @@ class PreferenceScorer(PairScorer):
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
         *("logps/chosen", "logps/rejected"),
     )
+    margin, accuracy = "rewards/margins", "rewards/accuracies"
     token_sums = ("entropy",)
 
     def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: torch.Tensor) -> None:
@@ -95,10 +96,6 @@ class PreferenceScorer(PairScorer):
         losses = pair_loss(self._dpo, ratios, scores, float(counts[minibatch.indices, 2].mean()))
         statistics = pair_statistics(self._dpo, ratios.detach(), scores.logps.detach())
         return PairScores(losses, statistics, scores.entropy.double()[None], scores.router_loss)
-
-
-class DPOObjective(PairObjective, margin="rewards/margins", accuracy="rewards/accuracies"):
-    """Mean of `pair_loss` over all pairs in a minibatch, plus the auxiliary router loss, if any."""
 
 
 def pair_loss(dpo: DPOConfig, ratios: torch.Tensor, scores: AnswerScores, mean_chosen_length: float) -> torch.Tensor:

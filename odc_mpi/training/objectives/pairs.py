@@ -35,10 +35,13 @@ class PairScores(NamedTuple):
 class PairScorer(ABC):
     """Base class for callables that compute the losses of pairs under a model.
 
-    `statistics` are the names of the statistics of each pair, and `token_sums` those of the sums over loss tokens.
+    `statistics` are the names of the statistics of each pair, and `token_sums` those of the sums over loss tokens. The
+    statistics `margin` and `accuracy` are shown in the progress line.
     """
 
     statistics: tuple[str, ...]
+    margin: str
+    accuracy: str
     token_sums: tuple[str, ...] = ()
 
     @abstractmethod
@@ -49,19 +52,16 @@ class PairScorer(ABC):
 class PairObjective(Objective):
     """Mean of a scorer's losses over all pairs in a minibatch, plus the auxiliary router loss, if any."""
 
-    def __init_subclass__(cls, margin: str, accuracy: str) -> None:
-        """Show the metrics that `margin` and `accuracy` name in the progress line."""
-        cls.columns = (
-            *Objective.columns,
-            ProgressColumn("margin", 8, f"{{{margin}:.4f}}"),
-            ProgressColumn("accuracy", 8, f"{{{accuracy}:.1%}}"),
-        )
-
     extremes = EXTREMES
 
     def __init__(self, scorer: PairScorer) -> None:
         self._scorer = scorer
         self.gathered_names = ("loss", *scorer.token_sums, *scorer.statistics)
+        self.columns = (  # type: ignore[misc]  # not a class variable here, since it depends on the scorer
+            *self.columns,
+            ProgressColumn("margin", 8, f"{{{scorer.margin}:.4f}}"),
+            ProgressColumn("accuracy", 8, f"{{{scorer.accuracy}:.1%}}"),
+        )
 
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""

@@ -10,7 +10,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows, select_last_tokens
 from odc_mpi.models.heads import reward_scores
-from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
+from odc_mpi.training.objectives.pairs import PairScorer, PairScores
 from odc_mpi.training.pairs.settings import RewardConfig
 
 
@@ -24,6 +24,7 @@ class RewardScorer(PairScorer):
     """
 
     statistics = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+    margin, accuracy = "margin", "accuracy"
 
     def __init__(self, module: torch.nn.Module, packs: bool, reward: RewardConfig) -> None:
         self._module, self._packs = module, packs
@@ -44,7 +45,3 @@ class RewardScorer(PairScorer):
         margins = rewards[:, 0] - rewards[:, 1]
         statistics = [(margins > 0).double(), margins, rewards.mean(1), rewards.amin(1), rewards.amax(1)]
         return PairScores(losses, torch.stack(statistics, 1))
-
-
-class RewardObjective(PairObjective, margin="margin", accuracy="accuracy"):
-    """Mean loss of a `RewardScorer` over all pairs in a minibatch."""

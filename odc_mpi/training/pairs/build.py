@@ -12,19 +12,12 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
-from odc_mpi.training.objectives.reward import RewardObjective, RewardScorer
+from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
+from odc_mpi.training.objectives.pairs import PairObjective
+from odc_mpi.training.objectives.reward import RewardScorer
 from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
-
-
-class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
-    """Computes the DPO loss, the rewards and the accuracy on held-out pairs."""
-
-
-class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
-    """Computes the loss, the rewards and the accuracy of a reward model on held-out pairs."""
 
 
 def build_dpo(
@@ -35,7 +28,7 @@ def build_dpo(
     resume_point: ResumePoint | None,
     weights_digest: Callable[[], str],
     check_stop: Callable[[], None],
-) -> tuple[DPOObjective, list[Callback]]:
+) -> tuple[PairObjective, list[Callback]]:
     """Build the objective of a DPO run, and the callbacks for the reference model and the evaluation. Collective.
 
     `weights_digest` returns a digest of the parameters, and `check_stop` raises an error on all ranks if a stop was
@@ -65,16 +58,15 @@ def build_dpo(
     scorers = [PreferenceScorer(answer_logps, config.dpo, values) for values in reference.values]
     callbacks: list[Callback] = [reference]
     if held_out:
-        callbacks.append(PreferenceEvaluator(config.run, model, held_out, scorers[1]))
-    return DPOObjective(scorers[0]), callbacks
+        callbacks.append(PairEvaluator(config.run, model, held_out, scorers[1]))
+    return PairObjective(scorers[0]), callbacks
 
 
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
-) -> tuple[RewardObjective, list[Callback]]:
+) -> tuple[PairObjective, list[Callback]]:
     """Build the objective of a run that trains a reward model, and an evaluator of held-out data. Collective."""
     model.eval()  # disables dropout, as in TRL
     scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
     held_out = held_out_pass(config, world, model, inputs)
-    callbacks: list[Callback] = [RewardModelEvaluator(config.run, model, held_out, scorer)] if held_out else []
-    return RewardObjective(scorer), callbacks
+    return PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else []

@@ -28,8 +28,6 @@ class PromptLoader(ShuffledSampler):
         position, indices = self._next_indices()
         return Minibatch(
             indices=indices,
-            num_tokens=0,
-            num_input_tokens=int(self._dataset.lengths[indices].sum()),
             plan=Plan(()),
             rank=self._rank,
             dataset=cast(Dataset, self._dataset),

@@ -11,8 +11,8 @@ from length_fixtures import COST, lognormal_lengths
 from pair_files import write_pairs
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Loader, Minibatch, find_strategy
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan, plan_islands
+from odc_mpi.data.loader import Loader, Minibatch
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan, find_strategy, plan_islands
 from odc_mpi.data.plan.cost import CostModel
 
 #: Cost models under which minibatches are divided differently.

@@ -96,13 +96,10 @@ def test_json(ranks, tmp_path):
     assert found["memory_model"] == "unified"
     assert found["problems"] == []
     assert found["decision"].keys() == {"window", "zero_copy", "reduction", "progress"}
-    assert all(made.keys() == {"choice", "reason"} for made in found["decision"].values())
     reduction = "accumulate" if ranks > 1 else "mailbox"
     assert [made["choice"] for made in found["decision"].values()] == ["allocate_shared", "on", reduction, "off"]
     assert found["peers"]["other_node"] is None
     assert found["device"] is None and "device_decision" not in found
-    (kept,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
-    assert "devices" not in kept["key"]
     if ranks < 2:
         assert found["peers"]["same_node"] is None
         return
@@ -135,16 +132,12 @@ def test_a_single_rank_says_how_to_start_a_peer():
 @pytest.mark.library
 @pytest.mark.parametrize(
     ("fault", "rank", "how"),
-    [
-        (SEGFAULT, 1, "crashed (SIGSEGV on rank 1)"),
-        (RAISE, 0, "crashed (exit code 1 on rank 0)"),
-        (ABORT, 1, "crashed ("),
-    ],
+    [(SEGFAULT, 1, "(SIGSEGV on rank 1)"), (RAISE, 0, "(exit code 1 on rank 0)"), (ABORT, 1, "(")],
     ids=["segfault", "exception", "abort"],
 )
 def test_a_crash_is_an_answer(bad_doctor, fault, rank, how):
     done = bad_doctor(fault, "--json", rank=rank)
-    check_get_alone_was_answered(answer(done), how)
+    check_get_alone_was_answered(answer(done), f"crashed {how}")
     assert "some last words" in done.err
     assert done.seconds < 25, "told at once, not at a deadline"
 

@@ -9,17 +9,6 @@ import pytest
 from mpi_launch import finish, launch, script, start
 from processes import is_running
 
-LATE_ON_ITS_NODE = """
-import time
-from odc_mpi import World
-world = World(timeout_s=2)
-node = world.split("node")
-if world.rank == 1:
-    world.set_status("doing something else")
-    time.sleep(60)
-node.gather_objects(None)
-"""
-
 #: An owner that never takes what lies in its mailbox.
 NEVER_SERVES = """
 import time, torch
@@ -118,27 +107,13 @@ model.publish()
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        pytest.param(
-            LATE_ON_ITS_NODE,
-            ["gathering from all ranks: it waits for rank 1 on", "doing something else", "comm.timeout_s"],
-            marks=pytest.mark.library,
-        ),
-        pytest.param(
-            NEVER_SERVES,
-            ["waiting for room to push the gradient of unit layers.3: it waits for rank 1"],
-            marks=[pytest.mark.library, pytest.mark.quick],
-        ),
-    ],
-    ids=["node", "mailbox"],
-)
-def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path, text, words):
-    done = launch(2, script(tmp_path, text), timeout_s=50)
+@pytest.mark.library
+@pytest.mark.quick
+def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
+    done = launch(2, script(tmp_path, NEVER_SERVES), timeout_s=50)
     assert done.code != 0 and done.seconds < 30
-    for part in ("rank 0 on", "waited more than 2 s while " + words[0], *words[1:]):
-        assert part in done.err
+    waits = r"rank 0 on \S+ waited more than 2 s while waiting for room to push the gradient of unit layers\.3: "
+    assert re.search(waits + "it waits for rank 1 ", done.err), done.err
 
 
 @pytest.mark.parametrize(
@@ -205,25 +180,6 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path):
     """The thread ends before MPI does."""
     done = launch(1, script(tmp_path, FETCHES_AHEAD), 3, timeout_s=50)
     assert done.code == 3 and not done.err.count("Traceback"), done.err
-
-
-@pytest.mark.library
-@pytest.mark.quick
-def test_too_little_shared_memory_is_reported_early(tmp_path):
-    text = """
-import odc_mpi, torch
-from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-world = odc_mpi.World(timeout_s=20)
-try:
-    window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
-except odc_mpi.UserError as error:
-    print(error)
-"""
-    done = launch(2, script(tmp_path, text))
-    assert done.code == 0, done.err
-    assert done.out.count("MiB or more as room for") == 2
-    assert "room for the parameter and gradient windows" in done.out
 
 
 @pytest.mark.library

@@ -83,10 +83,7 @@ def launch(tmp_path):
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [
-        ("raises", "it raised KeyError"),
-        ("hangs", r"it did not return within rl\.reward_timeout_s"),
-    ],
+    [("raises", "it raised KeyError"), ("hangs", r"it did not return within rl\.reward_timeout_s")],
 )
 def test_a_reward_that_fails_is_named(launch, function, words):
     ended = launch(function, **{"rl.reward_timeout_s": 0.5})
@@ -95,7 +92,6 @@ def test_a_reward_that_fails_is_named(launch, function, words):
     assert re.search(where + words, ended.err), ended.err
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
     """For a function that Python's own time limit cannot interrupt."""
     ended = launch("hangs_in_c", **{"comm.timeout_s": 3, "rl.reward_timeout_s": 600})
@@ -104,14 +100,13 @@ def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
     assert re.search(waits + r".*rank 1 on \S+.*was last seen .*computing rewards of prompt \d", ended.err), ended.err
 
 
-WAITS = [
-    ("generating", "waiting for \\d+ prompt groups in progress", {}),
-    ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.jsonl", "run.eval_on_start": "true"}),
-]
-
-
 @pytest.mark.parametrize(
-    ("doing", "waiting", "settings"), [WAITS[0], pytest.param(*WAITS[1], marks=pytest.mark.slow)], ids=["train", "eval"]
+    ("doing", "waiting", "settings"),
+    [
+        ("generating", r"waiting for \d+ prompt groups in progress", {}),
+        ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.jsonl", "run.eval_on_start": "true"}),
+    ],
+    ids=["train", "eval"],
 )
 def test_a_rank_that_waits_says_which_token_others_generate(launch, tmp_path, doing, waiting, settings):
     (tmp_path / "stall").touch()

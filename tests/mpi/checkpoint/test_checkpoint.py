@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(run, one_run, settings, words):
 
 def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir):
     """Also the same tokens of another vocabulary."""
-    other = shared_dir / "other.h5"
+    other = shared_dir / "refused.h5"
     if world.rank == 0:
         names = {"tokenizer": "none", "source": "", "vocabulary": "another"}
         with Dataset(dataset_path) as known, DatasetWriter(other, vocab_size=known.vocab_size, **names) as writer:

@@ -14,7 +14,6 @@ from small_training import QWEN2, assert_saved, configure, first_minibatches, on
 from torch.nn.functional import logsigmoid
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, StoppedError
 from odc_mpi.models import families
 from odc_mpi.models.logps import token_logps
@@ -135,25 +134,21 @@ def test_a_stopped_reference_pass_continues_on_other_ranks(world, pairs_path, ba
 
     monkeypatch.setattr(reference_module.ReferenceLogps, "_score", count)
     config = settings(pairs_path, base)
-    with StopRequest() as stop:
-        write = reference_module.ReferenceLogps._write
+    write = reference_module.ReferenceLogps._write
 
-        def write_and_stop(self):
-            write(self)
-            stop.requested = True
+    def write_and_stop(self):
+        write(self)
+        stop.requested = True
 
-        with monkeypatch.context() as patch:
-            patch.setattr(reference_module.ReferenceLogps, "_write", write_and_stop)
-            with pytest.raises(StoppedError):
-                train_to_the_end(config, world, stop=stop)
+    with StopRequest() as stop, monkeypatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(reference_module.ReferenceLogps, "_write", write_and_stop)
+        train_to_the_end(config, world, stop=stop)
     first = sorted(itertools.chain(*world.gather_objects(computed)))
     computed.clear()
     lines, _ = train_to_the_end(config, world)
     others = sorted(itertools.chain(*world.gather_objects(computed)))
     with Dataset(pairs_path) as dataset:
-        loader = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64)
-        needed = loader.upcoming_indices(5).tolist()
-        assert sorted(itertools.chain(*(next(loader).indices for _ in range(5)))) == needed
+        needed = sorted(itertools.chain(*first_minibatches(config, dataset)))
     # Of forty pairs the run needs thirty-five; ten are held out.
     assert first == needed[:16] and others == sorted([*needed[16:], *range(10)])
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -18,9 +18,8 @@ def over_own_memory(world, values):
     return [MPI.Win.Create(values, 1, MPI.INFO_NULL, world.comm)], operations.Buffer(values)
 
 
-@pytest.mark.parametrize("budget", [probe.QUICK, probe.FULL], ids=["quick", "full"])
-def test_peers_on_the_same_node(world, budget):
-    report = probe.probe(world, budget)
+def test_peers_on_the_same_node(world):
+    report = probe.probe(world, probe.FULL)
     assert report == world.gather_objects(report)[0], "all ranks have the same report"
     assert report.problems == ()
     assert (report.nodes, report.ranks_per_node, report.ranks) == (1, (world.size,), world.size)

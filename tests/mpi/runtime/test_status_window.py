@@ -26,11 +26,8 @@ def test_every_rank_reads_every_other(world, window):
     peers = window.read(window.others)
     assert sorted(peers) == [rank for rank in range(world.size) if rank != world.rank]
     for rank, status in peers.items():
-        assert (status.what, status.microbatch, status.num_collectives) == (
-            f"forward of unit layers.{rank}",
-            rank + 1,
-            1,
-        )
+        assert (status.what, status.microbatch) == (f"forward of unit layers.{rank}", rank + 1)
+        assert status.num_collectives == 1
         assert abs(time.time() - status.published_at) < 30
 
 
@@ -90,15 +87,3 @@ def test_a_freed_window_has_no_status(world):
     window.free()
     window.page.write("after")
     assert all(status is None for status in window.read(window.others).values())
-
-
-def test_a_world_publishes_its_status(world):
-    peers = world.job.status
-    world.gather_objects(None)
-    counts = {status.num_collectives for status in peers.read(peers.others).values()}
-    world.set_status("between two collectives", 4)
-    world.comm.Barrier()
-    output = peers.read(peers.others).values()
-    assert {(status.what, status.microbatch) for status in output} <= {("between two collectives", 4)}
-    world.comm.Barrier()
-    assert len(counts | {peers.page.num_collectives}) == 1, "all ranks have completed the same number of collectives"

@@ -100,13 +100,9 @@ def reference(config, inputs, first):
 def packed_reference(config, inputs, first, size):
     """Losses and adapters of a plain loop over the microbatches of all ranks, each seeded as a run seeds it."""
     model, optim = peft_model(config, first, "odc_packed").train(), config.optim
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=optim.learning_rate,
-        eps=optim.adam_epsilon,
-        weight_decay=optim.weight_decay,
-    )
-    losses = []
+    optimizer, losses = torch_reference.make_optimizer(model, optim), []
+    for group in optimizer.param_groups:
+        group["lr"] = optim.learning_rate
     for of_ranks in zip(*(read_minibatches(config, inputs, rank, size) for rank in range(size)), strict=True):
         total = 0.0
         for minibatch in of_ranks:

@@ -84,7 +84,6 @@ def test_find_returns_the_unit_of_a_view(transport: RecordingTransport) -> None:
     assert ready.find(parameter.clone()) is None
     assert ready.find(torch.empty(0)) is None
     assert ready.find(torch.eye(2).to_sparse()) is None
-    # What `look` could not show again.
     assert ready.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
     ready.reshard_all()
     assert ready.find(parameter) is None
