@@ -29,7 +29,7 @@ from odc_mpi.report.plot_types import (
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
 #: Style of each activity, and its kinds of spans in ``trace.json``. Fetches and pushes are drawn over other activities.
 _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
-    COMPUTES: (Style(BLUE), ()),
+    COMPUTES: (Style(BLUE), ("microbatches",)),
     GENERATES: (Style(PURPLE), ("generate",)),
     "evaluates": (Style(SKY, "\\"), ("evaluate",)),
     "optimizer step": (Style("#8c959f"), ("optimize",)),
@@ -81,7 +81,7 @@ def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
         moves = sorted((*local["fetch"], *local["accumulate"]))
         begins = [span[0] for span in moves]
         for kind, (_, names) in _KINDS.items():
-            spans = local["microbatches"] if kind == COMPUTES else [s for name in names for s in local.get(name, ())]
+            spans = [span for name in names for span in local.get(name, ())]
             seconds[kind] += _seconds(spans)
             if kind not in (FETCHES, PUSHES, WAITS):
                 inside = [moves[bisect_right(begins, s[0]) : bisect_right(begins, s[1])] for s in spans]
@@ -103,11 +103,9 @@ def _row(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]
     spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
     notes = []
     for step, offset in zip(steps, offsets, strict=False):
-        for began, ended, tokens in step["microbatches"]:
-            spans[COMPUTES].append((offset + began, offset + ended))
-            notes.append((offset + began, offset + ended, f"{tokens:,}"))
+        notes += [(offset + began, offset + ended, f"{tokens:,}") for began, ended, tokens in step["microbatches"]]
         for kind, (_, names) in _KINDS.items():
-            spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in step.get(name, ())]
+            spans[kind] += [(offset + span[0], offset + span[1]) for name in names for span in step.get(name, ())]
     return GanttRow(f"rank {rank}", spans, notes)
 
 

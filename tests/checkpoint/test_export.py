@@ -25,6 +25,7 @@ from odc_mpi.shard.model import ShardedModel
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 MIXTRAL |= {"vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+MIXTRAL |= {"tie_word_embeddings": True}
 TOKENS = torch.arange(8)[None]
 
 
