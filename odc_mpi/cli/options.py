@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
-from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
 
 if TYPE_CHECKING:
@@ -50,13 +49,6 @@ def size_in_bytes(text: str) -> int:
     if num_bytes is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
     return num_bytes
-
-
-def attention_name(text: str) -> str:
-    """Return `text` unchanged if it names a supported attention implementation."""
-    if text not in SUPPORTED:
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
-    return text
 
 
 def step_seconds(text: str) -> float:

@@ -1,9 +1,7 @@
-"""Supported values of `attn_implementation`, and reasons for rejecting other values.
+"""Reasons for rejecting values of `attn_implementation`.
 
 This module imports nothing, so that an invalid setting is reported before torch is imported.
 """
-
-SUPPORTED = ("sdpa", "eager")
 
 _UNSUPPORTED = {
     "flash_attention": "a library for GPUs that odc_mpi does not call: sdpa uses the FlashAttention kernels of PyTorch "
