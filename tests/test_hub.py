@@ -25,6 +25,14 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def online(cache, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return cache
+
+
 def store(cache, name="Owner/Name-1.5", files=FILES, index=None):
     """As a download leaves it: contents in blobs, and links to them in the snapshot of the commit in refs."""
     repository = cache / f"models--{name.replace('/', '--')}"
@@ -95,21 +103,14 @@ def test_an_incomplete_snapshot_is_not_used(cache, files, index, weights):
 def test_without_a_network_the_line_comes_at_once(tmp_path, settings):
     words = [sys.executable, "-m", "odc_mpi", "prepare", "stdlib", "--out", "x.h5", "--tokenizer", "Owner/Name"]
     began = time.monotonic()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **settings}
-    root = Path(__file__).parents[1]
-    environment["PYTHONPATH"] = str(root)
-    found = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **settings}
+    found = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2 and time.monotonic() - began < 30
     assert found.stderr.splitlines()[-1].endswith("correct it, or run hf download Owner/Name")
     assert "--tokenizer" in found.stderr and len(found.stderr.splitlines()) <= 2
 
 
-def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(cache, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(online, monkeypatch):
     monkeypatch.setattr(hub, "_PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(hub, "STALL_S", 1)
     lines, gathered = [], []
@@ -140,11 +141,8 @@ def test_a_download_on_another_rank_of_the_node_serves_this_one(cache, monkeypat
     assert COMMIT in found
 
 
-def test_a_complete_download_is_found(cache, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    snapshot = cache / "models--Owner--Name" / "snapshots" / COMMIT
+def test_a_complete_download_is_found(online, monkeypatch):
+    snapshot = online / "models--Owner--Name" / "snapshots" / COMMIT
     program = f"""
 import json, pathlib, sys
 asked = json.loads(sys.argv[1])

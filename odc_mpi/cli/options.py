@@ -55,9 +55,8 @@ def size_in_bytes(text: str) -> int:
 def attention_name(text: str) -> str:
     """Return `text` unchanged if it names a supported attention implementation."""
     if text not in ATTENTION_IMPLEMENTATIONS:
-        raise argparse.ArgumentTypeError(
-            f"expected {' or '.join(ATTENTION_IMPLEMENTATIONS)}, got {text!r}{unsupported_reason(text)}"
-        )
+        expected = " or ".join(ATTENTION_IMPLEMENTATIONS)
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}{unsupported_reason(text)}")
     return text
 
 

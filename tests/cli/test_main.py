@@ -84,6 +84,8 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
         (["bench", "train", "--repeats", "1" + 20 * "0"], ["--repeats: expected an integer above 0, at most"]),
         (["bench", "train", "--ranks", "100000"], ["--ranks 100000: expected at most"]),
         (["bench", "transport", "--size", "1M"], ["--size"]),
+        (["bench", "start", "--ranks", "1,2"], ["numbers of at least 2"]),
+        (["bench", "start", "--config", "c.yaml", "--units", "8"], ["--units: only for the small models"]),
         (["bench", "transport", "more"], ["more"]),
         (["doctor", "--colour"], ["--colour"]),
     ],
@@ -210,8 +212,3 @@ def test_no_mpi_library(config):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("odc-mpi: error: no MPI library found (") and "pip install 'odc_mpi[mpich]'" in line
-
-
-def test_without_a_command_the_help_is_printed(capsys):
-    assert cli.main([]) == 0
-    assert "usage: odc-mpi" in capsys.readouterr().out

@@ -14,26 +14,15 @@ from odc_mpi.comm.kernels.native import add_segments_
 
 
 class LateDevice:
-    """Stands in for a GPU where what happens around one is tested without one.
-
-    Attributes:
-        copies: How many copies were started.
-        additions: How many additions were started.
-        copy_s: Seconds that each copy takes, and each addition.
-        device_memory: Where memory of the device begins.
-        registered: Where host memory begins that it may copy from.
-    """
+    """Stands in for a GPU; each copy and each addition takes `copy_s` seconds."""
 
     torch_device = torch.device("cpu")
     name = "late device"
 
     def __init__(self, copy_s=0.0005, can_register=True):
-        self.can_register = can_register
-        self.registered = []
-        self.copies = 0
-        self.additions = 0
-        self.copy_s = copy_s
-        self.device_memory = set()
+        self.copy_s, self.can_register = copy_s, can_register
+        self.copies = self.additions = 0  # that were started
+        self.device_memory, self.registered = set(), []  # addresses
         self._kernels = []
         self._in_flight = {"to device": [], "to host": [], "to peers": []}
         self._files = {}

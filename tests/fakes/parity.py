@@ -1,6 +1,7 @@
 """Train a module with plain torch and as shards, and compare."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,8 @@ from odc_mpi.shard.model import ShardedModel
 
 #: Of a parameter in float64.
 ITEM_BYTES = 8
-#: Arguments of one forward.
-Batch = tuple[Any, ...]
-#: Gives the loss of one microbatch: of a module or a sharded model, which are called alike.
-Loss = Callable[[Any, Batch], torch.Tensor]
+Batch = tuple[Any, ...]  # arguments of one forward
+Loss = Callable[[Any, Batch], torch.Tensor]  # of a module or a sharded model
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 
@@ -55,18 +54,6 @@ def tokens(vocabulary: int, steps: int = 3, microbatches: int = 3) -> list[list[
     ]
 
 
-def step_plain(module: nn.Module, optimizer: optim.Optimizer, max_norm: float | None) -> None:
-    """One step; a parameter that no microbatch used has no gradient."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    for p in trained:
-        if p.grad is not None:
-            p.grad = p.grad.to_dense()
-    if max_norm is not None:
-        nn.utils.clip_grad_norm_(trained, max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def train_plain(
     module: nn.Module,
     minibatches: Sequence[Sequence[Batch]],
@@ -75,7 +62,8 @@ def train_plain(
     max_norm: float | None = 0.5,
 ) -> list[list[float]]:
     """Train in place; return the loss of every microbatch."""
-    optimizer = make_optimizer(p for p in module.parameters() if p.requires_grad)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = make_optimizer(trained)
     losses: list[list[float]] = []
     for minibatch in minibatches:
         losses.append([])
@@ -83,7 +71,12 @@ def train_plain(
             value = loss(module, batch)
             value.backward()
             losses[-1].append(float(value.detach()))
-        step_plain(module, optimizer, max_norm)
+        for p in (p for p in trained if p.grad is not None):  # a parameter that no microbatch used has no gradient
+            p.grad = p.grad.to_dense()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(trained, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
     return losses
 
 
@@ -178,13 +171,12 @@ def check_parity(
     with_buffers: bool = False,
     prefetch: int = 0,
     budgets: Callable[[int], CacheBytes] | None = None,
-    kind: type[RecordingTransport] | None = None,
     **training: Any,
 ) -> list[Trained]:
     """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
 
-    With `prefetch` over a transport that is late and that notices what may not be, unless `kind` is given. With
-    `budgets`, which gives a rank's, units stay and gradients are added up.
+    With `prefetch` over a transport that is late and that notices what may not be. With `budgets`, which gives a
+    rank's, units stay and gradients are added up.
     """
     module = module.to(param_dtype)
     plain = copy.deepcopy(module)
@@ -203,21 +195,16 @@ def check_parity(
         losses = train_sharded(model, transport, minibatches, **training)
         return Trained(model, transport, model.state_dict(), losses)
 
-    ranks = run_ranks(
-        size, work, param_dtype, reduce_dtype, kind or (LateTransport if prefetch else RecordingTransport)
-    )
+    ranks = run_ranks(size, work, param_dtype, reduce_dtype, LateTransport if prefetch else RecordingTransport)
     training.pop("mark_last", None)
     expected_losses = train_plain(plain, minibatches, **training)
     losses = {key: value for rank in ranks for key, value in rank.losses.items()}
     assert sorted(losses) == [(step, i) for step, minibatch in enumerate(minibatches) for i in range(len(minibatch))]
     for (step, i), value in losses.items():
-        assert value == expected_losses[step][i] or abs(value - expected_losses[step][i]) <= tolerance * max(
-            1.0, abs(value)
-        ), f"loss of microbatch {i} of step {step}: {value}, plain {expected_losses[step][i]}"
+        assert math.isclose(value, expected_losses[step][i], rel_tol=tolerance, abs_tol=tolerance), (step, i)
+    left_out = None if with_buffers else dict(plain.named_buffers())
     for rank in ranks:
-        assert_same_state(
-            rank.state, plain.state_dict(), tolerance, None if with_buffers else dict(plain.named_buffers())
-        )
+        assert_same_state(rank.state, plain.state_dict(), tolerance, left_out)
     return ranks
 
 

@@ -22,11 +22,7 @@ TIMEOUT_S = 30.0
 
 
 class RecordingTransport(LocalTransport):
-    """Writes down every operation, in order.
-
-    Attributes:
-        log: `(operation, name of the flat array)` of each call; collectives have no array.
-    """
+    """Writes down every operation, in order: its name, and that of the flat array, if it is not collective."""
 
     log: list[tuple[str, str]]
 
@@ -35,7 +31,6 @@ class RecordingTransport(LocalTransport):
         return [name for operation, name in self.log if operation in operations]
 
     def collectives(self) -> list[str]:
-        """The collective operations in order."""
         return [operation for operation, _ in self.log if operation not in ("fetch", "push")]
 
     def reserve(self, plan: Callable[[], int]) -> None:
@@ -103,15 +98,9 @@ class LatePool(BufferPool):
 
 
 class LateTransport(RecordingTransport):
-    """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed.
+    """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed."""
 
-    Attributes:
-        fetch_s: Seconds that a fetch takes.
-        push_s: Seconds that a push takes.
-    """
-
-    fetch_s = 0.001
-    push_s = 0.001
+    fetch_s = push_s = 0.001
 
     def reserve(self, plan: Callable[[], int]) -> None:
         self.parameters.buffers = LatePool()
@@ -206,7 +195,7 @@ def run_ranks(
 def on_ranks(size: int = 0, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on every rank, each with its transport as first argument; settings as for `run_ranks`.
 
-    A test that has parameters `size`, `param_dtype` and `reduce_dtype`, or `kind` for the transport, runs with those.
+    Its parameters `size`, `param_dtype`, `reduce_dtype` and `kind`, the transport, apply to the ranks, too.
     """
     names = {"param_dtype": "param_dtype", "reduce_dtype": "reduce_dtype", "kind": "transport"}
 

@@ -5,10 +5,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import transformers
 import yaml
 from tiny_qwen2 import QWEN2
 
 from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.observe.metrics import read_metrics
 
 MODEL = QWEN2 | {"intermediate_size": 64}
@@ -38,6 +41,16 @@ def write_sequences(path, sequences):
         for tokens in sequences:
             writer.append(tokens.astype(np.uint32), np.ones(len(tokens), dtype=bool))
     return path
+
+
+def write_model(data, directory, **sizes):
+    """Write a model directory with random weights, and the tokenizer of a data set."""
+    directory.mkdir()
+    write_files(tokenizer_files(data), directory)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**MODEL | sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
 
 
 def losses(run_dir):

@@ -34,12 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Add the options shared by `generate` and `chat`. `max_new_tokens` is the default of `--max-new-tokens`."""
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        type=Path,
-        help="run, checkpoint, Hugging Face or peft directory, or name on the hub",
-    )
+    help_text = "run, checkpoint, Hugging Face or peft directory, or name on the hub"
+    parser.add_argument("source", metavar="SOURCE", type=Path, help=help_text)
     parser.add_argument("--step", metavar="N", help="checkpoint of a run: its step, or best; default: the newest")
     length = f"default: {max_new_tokens}"
     parser.add_argument("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=length)
@@ -51,9 +47,8 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
     parser.add_argument("--base", metavar="DIR", type=Path, help=BASE_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; default: cpu")
-    parser.add_argument(
-        "--attn-implementation", type=attention_name, metavar="{sdpa,eager}", help="default: that of the run, else sdpa"
-    )
+    help_text = "default: that of the run, else sdpa"
+    parser.add_argument("--attn-implementation", type=attention_name, metavar="{sdpa,eager}", help=help_text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,9 +75,8 @@ def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, Wor
             from odc_mpi.generation.load import GenerateArguments
             from odc_mpi.runtime.world import World
 
-        names = {field.name for field in fields(GenerateArguments)}
-        values = {name: value for name, value in vars(arguments).items() if name in names}
-        job = GenerateArguments(sampling=sampling, **values)
+        names = {field.name for field in fields(GenerateArguments)} & vars(arguments).keys()
+        job = GenerateArguments(sampling=sampling, **{name: getattr(arguments, name) for name in names})
         world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
         def log_and_work() -> None:

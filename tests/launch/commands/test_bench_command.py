@@ -12,7 +12,6 @@ from processes import descendants, is_python
 
 #: Few operations of each kind, and units of which the last of three ranks owns nothing, 25 elements.
 SMALL = ("bench", "transport", "--sizes", "2M,100", "--repeats", 2)
-SIZES = [2 << 20, 100]
 KEYS = [
     *("benchmark", "library", "ranks", "nodes", "cores_per_rank", "repeats", "dtype"),
     *("load_average", "left_out", "sizes"),
@@ -27,21 +26,16 @@ def directories():
     return set(Path(tempfile.gettempdir()).glob("odc_mpi-gloo-*"))
 
 
-def check_size(size, ranks):
+def check_size(size):
     assert list(size) == ["size_bytes", "num_units", "crossing_bytes", "all_at_once"]
-    assert 0 <= size["crossing_bytes"] < size["size_bytes"]
-    assert size["num_units"] > 1
+    assert 0 <= size["crossing_bytes"] < size["size_bytes"] and size["num_units"] > 1
     assert set(size["all_at_once"]) == set(VARIANTS)
     for name, entry in size["all_at_once"].items():
         assert list(entry) == ["seconds", "gb_per_s", "of_memcpy", "of_gloo"]
-        assert 0 < entry["seconds"]["low"] <= entry["seconds"]["median"] <= entry["seconds"]["high"] < 10
-        if name == "fetch_zero_copy":
-            assert entry["gb_per_s"] is entry["of_memcpy"] is entry["of_gloo"] is None
-            continue
-        speed = entry["gb_per_s"]
-        assert 0 < speed["low"] <= speed["median"] <= speed["high"] < 1000
-        assert entry["of_memcpy"] > 0
-        assert (entry["of_gloo"] is None) == (name == "memcpy")
+        assert 0 < entry["seconds"]["low"] <= entry["seconds"]["median"] <= entry["seconds"]["high"]
+        moves = name != "fetch_zero_copy"
+        assert [entry[key] is not None for key in ("gb_per_s", "of_memcpy")] == [moves, moves]
+        assert (entry["of_gloo"] is not None) == (moves and name != "memcpy")
     assert size["all_at_once"]["memcpy"]["of_memcpy"] == 1
 
 
@@ -50,20 +44,18 @@ def test_json_is_one_object_with_a_fixed_schema(ranks):
     done = odc_mpi(0, *SMALL, "--json", "--ranks", ranks)
     assert done.code == 0, done.err
     result = json.loads(done.out)
-    assert list(result) == KEYS
+    assert list(result) == KEYS and result["left_out"] == {}
     assert (result["benchmark"], result["ranks"], result["nodes"], result["repeats"]) == ("transport", ranks, 1, 2)
-    assert result["left_out"] == {}
-    assert [size["size_bytes"] for size in result["sizes"]] == SIZES
+    assert [size["size_bytes"] for size in result["sizes"]] == [2 << 20, 100]
     for size in result["sizes"]:
-        check_size(size, ranks)
+        check_size(size)
 
 
 @pytest.mark.quick
 def test_under_mpiexec_it_takes_the_ranks_it_finds():
     done = odc_mpi(3, *SMALL)
     assert done.code == 0, done.err
-    assert "3 ranks on 1 node" in done.out
-    assert "measuring units of 2M" in done.err
+    assert "3 ranks on 1 node" in done.out and "measuring units of 2M" in done.err
 
 
 def test_an_interrupt_ends_all():

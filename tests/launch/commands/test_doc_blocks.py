@@ -11,14 +11,12 @@ import re
 import shutil
 
 import pytest
-import transformers
 import yaml
 from doc_blocks import EXECUTED, PAGES, ROOT, blocks, commands
 from mpi_launch import finish, start, start_shell
-from small_run import MODEL
+from small_run import write_model
 
 from odc_mpi.cli.main import main
-from odc_mpi.data.tokenizer import tokenizer_files, write_files
 
 #: This page's commands, with a rank killed between two of them, are run by test_post_training.py.
 ELSEWHERE = ("start_to_end.md",)
@@ -50,11 +48,7 @@ def files(tmp_path_factory):
     (folder / "chats.jsonl.gz").write_bytes(gzip.compress((folder / "chats.jsonl").read_bytes()))
     prepare = ["prepare", str(folder / "chats.jsonl"), "--vocab-size", "300", "--eval-fraction", "0.1"]
     assert main([*prepare, "--out", str(folder / "job.h5")]) == 0
-    model = folder / "MODEL_DIR"
-    model.mkdir()
-    write_files(tokenizer_files(folder / "job.h5"), model)
-    config = transformers.AutoConfig.for_model(**MODEL | {"vocab_size": 304, "max_position_embeddings": 512})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    write_model(folder / "job.h5", folder / "MODEL_DIR", vocab_size=304, max_position_embeddings=512)
     (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
     done = finish(start(0, "-m", "odc_mpi", "train", "--config", "job.yaml", cwd=folder))
     assert done.code == 0, done.err

@@ -6,13 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
-import transformers
 from mpi_launch import MPIEXEC, ROOT, environment
-from small_run import MODEL
+from small_run import write_model
 
 from odc_mpi.cli.main import main
-from odc_mpi.data.tokenizer import tokenizer_files, write_files
 
 
 @pytest.fixture
@@ -20,14 +17,9 @@ def model(tmp_path):
     """A directory with random weights, and a tokenizer of which a function has few tokens."""
     texts = [path.read_text() for path in sorted((ROOT / "odc_mpi" / "shard").glob("*.py"))]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data, directory = tmp_path / "code.h5", tmp_path / "tiny"
+    data = tmp_path / "code.h5"
     assert main(["prepare", str(tmp_path / "code.jsonl"), "--out", str(data), "--vocab-size", "2000"]) == 0
-    directory.mkdir()
-    write_files(tokenizer_files(data), directory)
-    config = transformers.AutoConfig.for_model(**MODEL | {"vocab_size": 2048, "max_position_embeddings": 2048})
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return directory
+    return write_model(data, tmp_path / "tiny", vocab_size=2048, max_position_embeddings=2048)
 
 
 def make(tmp_path, *variables, **changes):
