@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from odc_mpi.api import choose_device
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
@@ -48,7 +48,22 @@ def resolve_settings(
     for name, value in (("model.param_dtype", config.model.param_dtype), ("optim.lr", config.optim.learning_rate)):
         if value == "auto":
             notes[name] = " (auto)"
-    return with_device(config, device), notes
+    config = with_device(config, device)
+    if world.rank == 0 and config.run.device == "cpu" and config.model.param_dtype == "bfloat16" and _lacks_bfloat16():
+        warn(
+            "WARNING: model.param_dtype bfloat16: this processor has no instructions for it (avx512_bf16, amx_bf16), "
+            "so training is several times slower than with float32"
+        )
+    return config, notes
+
+
+def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if the processor is known to lack bfloat16 arithmetic. On ARM, the feature is called bf16."""
+    try:
+        words = set(cpuinfo.read_text().split())
+    except OSError:
+        return False
+    return not words & {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def with_device(config: Config, device: str) -> Config:

@@ -15,6 +15,7 @@ from small_run import MODEL, write_sequences
 from odc_mpi.cli import main as cli
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.runtime import ranks
+from odc_mpi.training import resolved_settings
 
 QWEN2 = MODEL | {"num_hidden_layers": 1}
 
@@ -122,6 +123,15 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert (earlier / "metrics.jsonl").exists()
     assert cli.main([*train, "--run.resume", str(tmp_path / "other"), "--run.steps", "4"]) == 0
     assert f"the files of the earlier run are moved to {earlier.with_name('earlier-2')}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "lacks"), [("flags : avx2 avx512f", True), ("avx512_bf16", False), ("bf16", False)])
+def test_bfloat16_is_warned_of_on_a_processor_without_it(config, tmp_path, monkeypatch, capsys, words, lacks):
+    (tmp_path / "cpuinfo").write_text(words)
+    assert not resolved_settings._lacks_bfloat16(tmp_path / "missing")
+    monkeypatch.setattr(resolved_settings._lacks_bfloat16, "__defaults__", (tmp_path / "cpuinfo",))
+    assert cli.main(["train", "--config", str(config), "--model.param_dtype", "bfloat16"]) == 0
+    assert ("this processor has no instructions for it" in capsys.readouterr().err) is lacks
 
 
 def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):
