@@ -85,8 +85,6 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
         (["bench", "train", "--repeats", "1" + 20 * "0"], ["--repeats: expected an integer above 0, at most"]),
         (["bench", "train", "--ranks", "100000"], ["--ranks 100000: expected at most"]),
         (["bench", "transport", "--size", "1M"], ["--size"]),
-        (["bench", "start", "--ranks", "1,2"], ["numbers of at least 2"]),
-        (["bench", "start", "--config", "c.yaml", "--units", "8"], ["--units: only for the small models"]),
         (["bench", "transport", "more"], ["more"]),
         (["doctor", "--colour"], ["--colour"]),
     ],

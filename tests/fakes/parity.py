@@ -171,12 +171,13 @@ def check_parity(
     with_buffers: bool = False,
     prefetch: int = 0,
     budgets: Callable[[int], CacheBytes] | None = None,
+    kind: type[RecordingTransport] | None = None,
     **training: Any,
 ) -> list[Trained]:
     """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
 
-    With `prefetch` over a transport that is late and that notices what may not be. With `budgets`, which gives a
-    rank's, units stay and gradients are added up.
+    With `prefetch` over a transport that is late and that notices what may not be, unless `kind` is given. With
+    `budgets`, which gives a rank's, units stay and gradients are added up.
     """
     module = module.to(param_dtype)
     plain = copy.deepcopy(module)
@@ -195,7 +196,8 @@ def check_parity(
         losses = train_sharded(model, transport, minibatches, **training)
         return Trained(model, transport, model.state_dict(), losses)
 
-    ranks = run_ranks(size, work, param_dtype, reduce_dtype, LateTransport if prefetch else RecordingTransport)
+    kind = kind or (LateTransport if prefetch else RecordingTransport)
+    ranks = run_ranks(size, work, param_dtype, reduce_dtype, kind)
     training.pop("mark_last", None)
     expected_losses = train_plain(plain, minibatches, **training)
     losses = {key: value for rank in ranks for key, value in rank.losses.items()}
