@@ -68,7 +68,7 @@ def download_hint(path: str) -> str:
 
 
 def cached_model_path(path: str) -> str:
-    """Return the directory of the Hub model `path` in the cache, or `path` if it exists or is not fully cached."""
+    """Return the cache directory of the Hub model `path`, or `path` if it exists locally or is not fully cached."""
     return _find(path, weights=True) or path
 
 

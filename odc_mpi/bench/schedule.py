@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans over windows. Each rank runs its own microbatches, then claims those that any rank may run."""
+    """Runs plans with windows. Each rank runs its own microbatches, then claims those that any rank may run."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -200,7 +200,7 @@ class WindowRunner(Runner):
 
 
 class CollectiveRunner(Runner):
-    """Runs plans over collectives. A rank with fewer microbatches than other ranks also runs dummy microbatches."""
+    """Runs plans with collectives. Ranks with fewer microbatches than others also run dummy microbatches."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)

@@ -58,7 +58,7 @@ def export(
         out: Directory to create, which appears atomically with all of its files. It may already exist if it is empty.
         dtype: Name of the torch dtype for floating-point weights. By default, `exporter.dtype`.
         base: Directory that now contains the run's initial model, if not `model.path`. Generation settings are read
-            from it, and so are tokenizer files if its tokenizer has a chat template or the run has no other one.
+            from it, and so are tokenizer files if its tokenizer has a chat template or the run has no tokenizer.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or

@@ -58,7 +58,7 @@ class NormWatch:
         return left_out
 
     def describe(self, factor: float) -> str:
-        """Describe a norm, given as a multiple of the mean, for an error message."""
+        """Describe a norm that is `factor` times the mean, for a message."""
         usual = f"times the usual norm (islands.norm_limit {self._limit:g})"
         return f"{factor:.3g} {usual}" if math.isfinite(factor) else "not finite"
 

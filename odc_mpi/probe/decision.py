@@ -137,7 +137,7 @@ class Decision:
 
 
 def decide_collective() -> Decision:
-    """Return the decision for collectives instead of windows, the baseline in benchmarks."""
+    """Return the decision to use collectives instead of windows, for the baseline in benchmarks."""
     reason = "comm.transport is collective"
     off = Choice("off", reason)
     return Decision(Choice("none", reason), off, Choice("reduce_scatter", reason), off)

@@ -207,7 +207,7 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str
 ) -> Drawing:
-    """Draw a stacked bar at each `x`. `parts` maps each kind to the heights of its segments, as fractions of 1."""
+    """Draw the shares of time at each `x` as a stacked bar. `parts` maps each activity to its shares, from 0 to 1."""
     drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))

@@ -128,11 +128,12 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules of a GRPO run, and return the result, which is deterministic, as a JSON object.
+    """Simulate all schedules of a GRPO run, and return the result as a JSON object. Deterministic.
 
-    `speedup` (over collective/barrier), `idle_fraction` and `step_s` contain a number for each schedule and `BOUND`;
-    `timeline` contains the intervals in which each rank generates or trains in the first minibatch, by schedule (see
-    `simulate.summarize`). `generation_fraction` is the fraction of busy time for generation in collective/barrier.
+    `speedup` (over collective/barrier), `idle_fraction` and `step_s` contain a number for each schedule and for the
+    lower bound, `BOUND`. `timeline` maps each schedule to the intervals in which each rank generates or trains in the
+    first minibatch (see `simulate.summarize`). `generation_fraction` is the fraction of busy time in which
+    collective/barrier generates.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

@@ -61,9 +61,9 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
     Args:
         headline: First line of the comment at the start of the script.
-        usage: Command line that submits the script, also in this comment.
+        usage: Command line that submits the script, shown in the same comment.
         array: Value of `sbatch --array`, or "" for a single job.
-        settings: Bash code that appends settings to the arguments of the script, with a line break at its end.
+        settings: Bash code that appends settings to the script's arguments, ending with a line break.
     """
     texts = {
         **vars(job),

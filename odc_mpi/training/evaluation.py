@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Base class for callbacks that evaluate the model at the steps set by `run.eval_every` and `run.eval_on_start`."""
+    """Base class for callbacks that evaluate the model every `run.eval_every` steps and after the last step."""
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model

@@ -17,7 +17,7 @@ from odc_mpi.training.update import make_optimizer
 
 
 class CollectiveBaseline(Contender):
-    """Contender that uses MPI collectives, and closes `inputs`. Construction is collective."""
+    """Contender that uses MPI collectives. Construction is collective. `close` also closes `inputs`."""
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:
         self._max_norm, self._inputs = config.max_grad_norm, inputs

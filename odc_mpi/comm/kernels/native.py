@@ -152,7 +152,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory `src` of the CUDA sources: in an installed package, or beside it in a checkout."""
+    """Return the directory `src` of the CUDA sources: in the installed package or, in a checkout, beside the package."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

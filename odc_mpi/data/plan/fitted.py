@@ -84,7 +84,7 @@ class FittedCostModel:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return sums over this rank's observations since the last report, float64 [ROW_LENGTH]."""
+        """Return this rank's row: sums over its observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         if self._observations:  # else the speed of this rank is unknown
             usual = self._usual()

@@ -45,13 +45,13 @@ def json_kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive records of one file or data set.
+    """Records of one file or data set, in order.
 
     Attributes:
         name: Path of the file, or name of the data set.
         unit: Unit of `numbers`, such as "row".
         numbers: Number of each record in the file or data set, counted from 1.
-        values: For each record, the record itself, an unparsed line of JSON, or an error if the record is invalid.
+        values: For each record, its parsed value, its unparsed line of JSON, or an error if the record is invalid.
     """
 
     name: str

@@ -41,8 +41,8 @@ def with_sinks(
 ) -> torch.Tensor:
     """Attend with a sink per head: an extra first key, visible to all tokens, whose value is 0.
 
-    `sinks` are the scores of these keys. They are stored in an extra dimension of queries and keys, so any kernel with
-    the keywords `scaling` and `sink` works.
+    `sinks` are the scores of these keys, kept in an extra dimension of queries and keys. `kernel` has the keywords
+    `scaling` and `sink` of `causal`, and no soft cap.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)

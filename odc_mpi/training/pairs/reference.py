@@ -35,8 +35,8 @@ class ReferenceLogps(Callback):
     """Computes the log-probabilities of answers under the reference model, or loads them. Must precede evaluators.
 
     Args:
-        passes: Forward passes over the training data and over the held-out data, if any.
-        directories: Run directory, to which the file is written, followed by other directories from which to read it.
+        passes: Forward pass and function of the needed pairs, for the training data and for the held-out data, if any.
+        directories: Directories to read log-probabilities from. New ones are written to the first, the run directory.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
 

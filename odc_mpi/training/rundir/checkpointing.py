@@ -114,7 +114,7 @@ class CheckpointCallback(Callback):
         return state_digest(self._world, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the evaluation loss of the best checkpoint so far, or None, as the entry `best`."""
+        """Return `best`: the step and the evaluation loss of the best checkpoint so far, or None."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
