@@ -54,8 +54,8 @@ outer = ["--islands.mode=outer", "--islands.sync_every=4", "--islands.fragments=
 outer += ["--islands.wire=e3m0", "--run.checkpoint_every=3", "--run.eval_every=5"]
 RUNS = [
     ("off", 4, "--comm.node_cache=off"),
-    ("auto", 2, "--comm.node_cache=auto"),
-    ("auto", 4, "--comm.node_cache=auto"),
+    ("auto", 2, "--comm.node_cache=auto", "--data.balance=dynamic"),
+    ("auto", 4, "--comm.node_cache=auto", "--data.balance=dynamic"),
     ("islands", 4, "--islands.by=node"),
     ("moved", 2, "--islands.by=node", "--data.balance=dynamic"),
     ("moved", 4, "--islands.by=1", "--data.balance=dynamic"),
@@ -73,6 +73,7 @@ with World(timeout_s=60) as world:
         words = [f"--run.dir={top / directory}", f"--run.steps={steps}", *common, *way]
         train(load(Path(sys.argv[1]), words), ranks)
 """
+ALONE = [f"alone{rank}" for rank in range(4)]
 
 
 @pytest.mark.library
@@ -80,21 +81,21 @@ def test_a_host_receives_each_byte_once(tmp_path):
     done = launch(2, script(tmp_path, CROSSES), timeout_s=90)
     assert done.code == 0, done.err
     each, shared, frozen = (int(line.split()[1]) for line in done.out.splitlines())
-    assert each >= 2 * 4 * 4 * (2 << 20) and shared <= 0.55 * each, done.out
+    assert 1 <= each / (2 * 4 * 4 * (2 << 20)) < 1.15 and shared <= 0.55 * each, done.out
     assert frozen <= 0.3 * shared, done.out
 
 
 @pytest.mark.library
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     """With several microbatches of a rank in a step, and evaluations between the steps."""
-    done = launch(2, script(tmp_path, TRAINS), write_config(data, tmp_path), data, timeout_s=280)
+    done = launch(2, script(tmp_path, TRAINS), write_config(data, tmp_path), data, timeout_s=480)
     assert done.code == 0, done.err
     assert done.out.count("once per node") == 2, done.out
     assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 4, done.out
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
     digests = {name: run["parameters_digest"] for name, run in runs.items()}
-    assert len({digests[name] for name in ("off", "auto", "islands", "moved", "alone0")}) == 1
+    assert len({digests[name] for name in ("off", "auto", "islands", "moved", *ALONE)}) == 1
     assert len({digests[name] for name in ("outer", "outer_in_flight", "outer_on_host0", "outer_on_host1")}) == 1
     assert len(digests) == 12 and digests["outer"] != digests["off"]
     fetched, pushed = (

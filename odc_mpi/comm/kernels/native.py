@@ -67,6 +67,11 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
     Returns:
         The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
     """
+    filled = 0
+    for start, tensor in segments:
+        assert filled <= start, "segments overlap or are not sorted"
+        filled = start + tensor.numel()
+    assert filled <= flat.numel(), f"segments end at {filled}, the array at {flat.numel()}"
     if largest is None:
         largest = torch.zeros((), dtype=torch.float64, device=flat.device)
     if _use_torch_fallback(flat):

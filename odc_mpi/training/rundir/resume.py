@@ -153,6 +153,8 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
     """
     resume_point.checkpoint.close()
     changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)
+    if not any(map(_islands_train_separately, (resume_point.metadata["config"], asdict(config)))):
+        changed = [setting for setting in changed if not setting.startswith("islands.")]
     if changed:
         raise AllRanksUserError(
             f"run.dir: {config.run.dir} has a complete run with other settings ({', '.join(changed)}): choose another "
@@ -165,6 +167,11 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
             flush=True,
         )
     return {"steps": resume_point.step}
+
+
+def _islands_train_separately(config: Mapping[str, Any]) -> bool:
+    islands = {"by": "off", **config.get("islands", {})}
+    return islands["by"] != "off" and islands.get("mode") == "outer"
 
 
 def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:

@@ -81,6 +81,12 @@ def test_nothing_to_lay_out():
     assert not flat.any()
 
 
+@pytest.mark.parametrize("segments", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
+def test_segments_that_overlap_or_exceed_the_array(segments):
+    with pytest.raises(AssertionError, match="segments"):
+        native.flatten([(start, torch.ones(numel)) for start, numel in segments], torch.zeros(8))
+
+
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (7, 2), (8, 1)])
 def test_a_slot_beyond_the_shard(start, numel):
     with pytest.raises(AssertionError, match=f"segment {start} to {start + numel} of a shard of 8"):
