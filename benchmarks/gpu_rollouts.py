@@ -29,8 +29,8 @@ from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
+from odc_mpi.training.rl import source as rl_source
 from odc_mpi.training.rl.settings import GRPOConfig
-from odc_mpi.training.rl.source import RolloutSource
 from odc_mpi.training.settings import Config
 
 #: About half of the completions match, of random numbers and of English text.
@@ -162,8 +162,7 @@ class OdcRollouts(Contender):
         self._trainer = trainer
         self._reward_s = 0.0
         self.spans: list[dict[str, float]] = []
-        source = next(each for each in trainer.callbacks if isinstance(each, RolloutSource))
-        source._engine = self._sample
+        rl_source.sample = self._sample
 
     @override
     def step(self) -> tuple[float, int]:

@@ -75,9 +75,9 @@ def shard_model(
             nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: The same for gradients that are accumulated locally and pushed once per minibatch.
-        islands: Islands of `world`, each of which holds all parameters (docs/islands.md); in the mode "outer", those of
-            a model of its own. They require one-sided windows in host memory. The model closes them.
+        gradient_cache_bytes: Memory in bytes for gradients that are accumulated locally and pushed once per minibatch.
+        islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
+            island trains its own model. They require one-sided windows in host memory. The model closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
             are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA stream that uses the
             model must wait for other streams that have used it before.

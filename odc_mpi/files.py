@@ -15,29 +15,46 @@ from typing import Any
 from odc_mpi.errors import warn
 
 
-def write_text_durable(path: Path, text: str, *, private: bool = False) -> None:
+def write_text_durable(path: Path, text: str) -> None:
     """Replace the content of a file atomically and durably.
 
     Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
-    the file is unchanged. If several processes write concurrently, the last one determines the content.
-
-    Args:
-        private: True if only this user may access the file, False for the default permissions of new files.
+    the file is unchanged. Only one process at a time may write to a path, because the temporary file has a fixed name.
     """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
-        if not private:
-            set_default_mode(temporary)
-        sync_file(temporary)  # otherwise the file could be empty after a crash of the node
+            file.flush()
+            os.fsync(file.fileno())  # otherwise the file could be empty after a crash of the node
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
             temporary.unlink()
         raise
     sync_directory(path.parent)
+
+
+def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
+    """Replace the content of a file atomically.
+
+    The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged. If
+    several processes write to the same path concurrently, the last write determines the content.
+
+    Args:
+        private: True if only this user may access the file, False for the default permissions of new files.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        if not private:
+            set_default_mode(Path(temporary))
+        Path(temporary).replace(path)
+    except OSError:
+        with suppress(OSError):
+            Path(temporary).unlink()
+        raise
 
 
 def set_default_mode(path: Path) -> None:

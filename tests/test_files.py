@@ -12,7 +12,9 @@ from odc_mpi.files import (
     atomic_write,
     make_directory,
     sync_directory,
+    sync_file,
     write_or_warn,
+    write_text_atomic,
     write_text_durable,
 )
 
@@ -26,15 +28,17 @@ def synced(monkeypatch):
     return seen
 
 
-def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path):
+@pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
+def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path, write):
     path = tmp_path / "notes.txt"
     for text in ("first", "second, ü"):
-        write_text_durable(path, text)
+        write(path, text)
         assert path.read_text(encoding="utf-8") == text
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, write):
     path = tmp_path / "notes.txt"
     path.write_text("old")
 
@@ -43,21 +47,21 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.Path, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        write_text_durable(path, "new")
+        write(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_content_is_on_the_disk_before_the_name(tmp_path, synced):
     write_text_durable(tmp_path / "notes.txt", "text")
-    assert synced[0].name.startswith(".notes.txt.") and synced[1:] == [tmp_path]
+    assert synced == [tmp_path / "notes.txt.tmp", tmp_path]
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o640)])
 def test_who_may_read_what_was_swapped_in(tmp_path, private, mode):
     umask = os.umask(0o027)
     try:
-        write_text_durable(tmp_path / "page.html", "text", private=private)
+        write_text_atomic(tmp_path / "page.html", "text", private=private)
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == mode
@@ -114,6 +118,13 @@ def test_a_lost_file_is_reported_without_an_error(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert errors.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
     assert errors.count("\n") == 1
+
+
+def test_a_file_and_a_directory_are_seen_on_the_disk(tmp_path, synced):
+    (tmp_path / "data").write_text("x")
+    sync_file(tmp_path / "data")
+    sync_directory(tmp_path)
+    assert synced == [tmp_path / "data", tmp_path]
 
 
 @pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])

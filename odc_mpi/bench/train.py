@@ -190,7 +190,7 @@ class _Contenders:
 
     def _configure(self, kind: str, balance: str) -> Config:
         config, is_split = self._config, balance == SPLIT
-        data = replace(config.data, balance=cast(Any, "dynamic" if is_split else balance))
+        data = replace(config.data, balance=cast(Any, "dynamic" if is_split else balance), eval_path=None)
         return apply_exact_settings(
             replace(
                 config,

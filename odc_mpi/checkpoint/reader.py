@@ -48,7 +48,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             for rank, first, last in record.ranges
             if max(start, first) < min(stop, last)
         ]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, stored_type(record.dtype)), *parts])
+        values = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, stored_type(record.dtype)), *parts])
+        if values.size != max(0, stop - start):
+            raise UserError(f"{self.directory} is damaged: it has {values.size} of {stop - start} elements of {path}")
+        return values
 
     def record(self, path: str) -> TensorRecord:
         """Return the record of the tensor `path`. Raise `UserError` if there is no such tensor."""

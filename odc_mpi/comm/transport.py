@@ -113,7 +113,7 @@ class ParameterStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream, for which the next `start_fetch` into `buffer` waits.
+        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for it.
 
         Call this method on the computing thread after enqueuing all kernels that use `buffer`.
         """

@@ -221,7 +221,9 @@ def _write(
                 (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
             )
         else:
-            results = stack.enter_context(closing(encode_blocks(blocks, files, sequence_filter, num_proc)))
+            tokenizer_source = plan.tokenizer_path if options.tokenizer else files
+            worker_arguments = tokenizer_source, plan.chat_template, sequence_filter
+            results = stack.enter_context(closing(encode_blocks(blocks, worker_arguments, num_proc)))
         for index, result in results:
             if result.counts.bad_lines:
                 _check_skipped(result.counts.bad_lines[0], options)

@@ -67,9 +67,9 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
         if is_peft_directory(path):
             base = base_model_path(path, base)
         else:
-            base = path
+            base, dtype = path, stored_dtype(path)
             for parameter in meta_model.module.parameters():
-                parameter.data = parameter.data.to(stored_dtype(path))
+                parameter.data = parameter.data.to(dtype)
         # Adapters may have been saved without a tokenizer.
         own_files = {} if tokenizer else tokenizer_files(path, base)
         loaded_tokenizer = load_files(own_files, path) if own_files else load_tokenizer(tokenizer or base)

@@ -33,9 +33,9 @@ class OperationResult:
 
     Attributes:
         one_sided: True if the operation completed while its target was computing, False if it waited for the target.
-        idle_s: Median seconds of a small operation (64 bytes, or 8 bytes for `fetch_and_op`) while the target waits
-            inside MPI.
-        busy_s: Median seconds of a small operation while the target computes without entering MPI.
+        idle_s: Median duration in seconds of a small operation (64 bytes, or 8 bytes for `fetch_and_op`) while the
+            target waits inside MPI.
+        busy_s: Median duration in seconds of a small operation while the target computes without entering MPI.
         gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that could
             be tried within the time limit.
         num_fresh_reads: Number of reads that returned a new value after it had been announced. None if not tested.
@@ -197,12 +197,12 @@ class ProbeReport:
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the report for JSON."""
+        """Convert the report to a JSON-serializable dictionary."""
         return asdict(self) | {"problems": tuple(map(str, self.problems))}
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Convert the result of `to_dict`, possibly decoded from JSON. Raise `ValueError` if it is invalid."""
+        """Convert the result of `to_dict`, or its JSON, to a report. Raise `ValueError` if it is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

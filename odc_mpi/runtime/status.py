@@ -3,7 +3,8 @@
 Each rank has a page in the window, which it writes with plain stores and other ranks read with MPI_Rget. In a large
 job, most ranks read only some of the pages (`nearby_ranks`). Within a node, a rank's page can be read even if the rank
 computes or is stopped. Over a network without one-sided hardware, a page can be read only while its rank is in an MPI
-call. Therefore, a background thread of each rank calls MPI periodically; a stopped rank does not answer.
+call. Therefore, a background thread of each rank calls MPI periodically; over such a network, a stopped rank does not
+answer.
 
 Note: torn pages
     A page has two slots (halves), each with a number and a checksum, which are written alternately. A reader uses the
@@ -52,7 +53,7 @@ class StatusPage:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._number = 0
         self._last = ("", 0, 0.0)
         self.num_collectives = 0
@@ -61,19 +62,22 @@ class StatusPage:
 
     def write(self, what: str, microbatch: int = 0) -> None:
         """Publish this rank's activity (see `World.set_status`)."""
-        self._last = what, microbatch, time.time()
-        self.heartbeat()
+        with self._lock:
+            self._last = what, microbatch, time.time()
+            self.heartbeat()
 
     def enter_collective(self, what: str) -> int:
         """Publish that this rank has arrived at a collective, and return the collective's number, starting at 1."""
-        self.num_collectives += 1
-        self.write(what)
-        return self.num_collectives
+        with self._lock:
+            self.num_collectives += 1
+            self.write(what)
+            return self.num_collectives
 
     def announce_abort(self, aborting: bool = True) -> None:
         """Publish that this rank is about to abort the job or, with False, that it no longer is. Keeps the activity."""
-        self.aborting = aborting
-        self.heartbeat()
+        with self._lock:
+            self.aborting = aborting
+            self.heartbeat()
 
     def heartbeat(self) -> None:
         """Publish the status again with a new `heartbeat_number`."""

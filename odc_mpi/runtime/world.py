@@ -135,7 +135,7 @@ class World(AbstractContextManager["World"]):
         """Publish this rank's activity, for the error message of a rank that times out while waiting for this rank.
 
         Takes a few microseconds and does not communicate. Thread-safe. `what` describes the activity, such as "forward
-        of unit layers.3". `microbatch` is its number within the minibatch, starting at 1, or 0 outside microbatches.
+        of unit layers.3". `microbatch` is the number of the microbatch, starting at 1, or 0 outside microbatches.
         """
         self.job.set_status(what, microbatch)
 
@@ -180,8 +180,8 @@ class World(AbstractContextManager["World"]):
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
         All ranks must enter the same operations in the same order. Ranks that have entered fewer of them are reported
-        as late. On entry, the ranks synchronize by polling, because they would spin in the operation on cores that late
-        ranks need.
+        as late. On entry, the ranks synchronize by polling, because they would otherwise spin in the operation on cores
+        that late ranks need.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)

@@ -58,13 +58,14 @@ class MinibatchStats:
         """
         count = len(self.sums)
         sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)
+        self._columns = {name: column for column, name in enumerate(self.local)}
         self.sums = sums.sum(axis=0)
         merged = np.bitwise_or.reduce(words[own_rows].astype(np.uint32), axis=0)
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
         """Return each rank's value called `name`, float64 `[size]`."""
-        return self._reports[:, list(self.local).index(name)]
+        return self._reports[:, self._columns[name]]
 
     def sum(self, name: str) -> float:
         """Return the sum over all ranks of the value called `name`, bitwise identical on every rank."""

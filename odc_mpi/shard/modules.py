@@ -149,6 +149,8 @@ def install_on_demand_parameters(
                 placeholders[name] = nn.Parameter(nan, requires_grad=original.requires_grad)
         items = {key: placeholders[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
+        if isinstance(submodule, nn.RNNBase):
+            _refresh_flat_weights(submodule)
     return Placeholders(placeholders, originals, names)
 
 
@@ -225,3 +227,19 @@ def wrap_forward(
             return tracked(count(), *args, **kwargs)
 
     module.forward = outermost
+
+
+def _refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Make an RNN look up its weights in each forward pass instead of keeping them in `_flat_weights`."""
+    forward = module.forward
+    module._flat_weights = []
+
+    @functools.wraps(forward)
+    def looked_up(*args: Any, **kwargs: Any) -> Any:
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._flat_weights = []
+
+    module.forward = looked_up

@@ -67,7 +67,7 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return the configuration with auto resolved for the learning rate, for `device`, and for what depends on it."""
+    """Return the configuration with auto replaced for the learning rate, the device, and settings that depend on it."""
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":

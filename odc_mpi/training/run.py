@@ -152,6 +152,7 @@ def train(
             trainer.model.num_islands,
         )
         logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0)
+        stack.callback(logger.close)  # before the directory is unlocked
         trainer.callbacks += [trace, logger, tracker_callback, report, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)

@@ -10,7 +10,7 @@ import pytest
 from pair_files import write_pairs
 
 from odc_mpi.data.dataset import writer as module
-from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts
+from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts, content_digest
 from odc_mpi.data.dataset.reader import Dataset, find_counts, read_tokenizer_files, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
@@ -262,6 +262,10 @@ def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
         set_attribute("content", np.bytes_(b"0" * 64)),
         set_attribute("content", [1, 2]),
         set_attribute("version", [2, 2]),
+        set_attribute("vocab_size", "many"),
+        set_attribute("vocab_size", float("nan")),
+        set_attribute("max_token_id", [1, 2]),
+        set_attribute("vocabulary", 1),
         lambda file: file.attrs.__delitem__("vocab_size"),
     ],
 )
@@ -269,6 +273,31 @@ def test_inconsistent_files(write_dataset: Write, damage: Callable[[h5py.File], 
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
         damage(file)
+    assert "is damaged" in refused(path)
+
+
+INDEX = ("offsets", "num_trained_tokens", "checksums")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("offsets", [0, 10]),
+        ("offsets", [1, 4, 10]),
+        ("offsets", [0, 4, 9]),
+        ("offsets", [0, 11, 10]),
+        ("offsets", []),
+        ("num_trained_tokens", [0, 1]),
+        ("num_trained_tokens", [4, 1]),
+        ("num_trained_tokens", [1]),
+        ("checksums", [1]),
+    ],
+)
+def test_inconsistent_files_with_the_right_digest(write_dataset: Write, name: str, values: list[int]) -> None:
+    path = write_dataset([4, 6])
+    with h5py.File(path, "a", libver="latest") as file:
+        replace(name, np.array(values, dtype=file[name].dtype))(file)
+        file.attrs["content"] = np.bytes_(content_digest(*(file[name][:] for name in INDEX)).encode())
     assert "is damaged" in refused(path)
 
 

@@ -1,10 +1,11 @@
 """Memory of unsharded parameters on a rank, and the number of fetches."""
 
 import pytest
+import torch
 from parity import Train, squares
-from ranks import RecordingTransport, on_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
-from toy_models import INPUT, Layer, Stack
+from toy_models import INPUT, WIDTH, Layer, Stack
 
 NUM_LAYERS = 12
 LAYERS = [f"layers.{i}" for i in range(NUM_LAYERS)]
@@ -47,3 +48,23 @@ def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: R
         transport.log.clear()
         squares(train.model, (INPUT,)).backward()
         assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
+
+
+def test_recurrent_modules_keep_none_of_their_weights() -> None:
+    class Recurrent(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for rnn in self:
+                x = rnn(x)[0]
+            return x
+
+    module = Recurrent(*(nn.GRU(WIDTH, WIDTH) for _ in range(5))).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module, units=[nn.GRU])
+        for _ in range(2):
+            train.step()
+        with torch.no_grad():
+            train.model(INPUT)
+        assert train.model.usage.peak_parameter_bytes <= train.shard_bytes + 2 * train.layout_bytes("0")
+
+    run_ranks(2, work)

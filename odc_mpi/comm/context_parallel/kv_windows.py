@@ -124,9 +124,9 @@ class KVWindows:
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that the slot at a byte offset is in use until each rank in `ranks` has set its flag to `value`.
+        """Record that a slot is in use until the flag `kind` of each rank in `ranks` is at least `value`.
 
-        Offset 0 stands for all key and value slots.
+        Byte offset 0 stands for all key and value slots.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
@@ -136,7 +136,7 @@ class KVWindows:
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's window at byte offset `start`, or start to. Returns the offset after it."""
+        """Start copying a tensor into this rank's window at byte offset `start`, and return the offset after it."""
         stop = start + tensor.nbytes
         window = self._memory.tensor[start:stop]
         if self._device is None:

@@ -162,7 +162,7 @@ class Device:
         return _record(stream)
 
     def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start copying pinned host memory to new device memory, for which the current stream waits.
+        """Start copying pinned host memory to new device memory. The current stream waits for the copy.
 
         Do not modify `source` before the returned event has completed.
         """

@@ -25,7 +25,7 @@ class Islands:
     Args:
         world: World to divide. Closing it also closes the worlds of the island and the column.
         by: Number of ranks per island, "node" for one island per node, or "off" for a single island.
-        mode: "hybrid" if the islands train one model, or "outer" if an `OuterLoop` synchronizes a model of each.
+        mode: "hybrid" if the islands train one model, or "outer" if each trains its own (see `OuterLoop`).
 
     Raises:
         AllRanksUserError: The world cannot be divided into islands of equal size with consecutive ranks.

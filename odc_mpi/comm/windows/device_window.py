@@ -125,11 +125,11 @@ def mapping_error(world: World, device: Device) -> str | None:
     try:
         world.run_on_all(lambda: _write(world, window, device))
         world.run_on_all(lambda: _check(world, window, device))
+        reason = None
     except UserError as error:
-        return str(error)
-    finally:
-        window.free()
-    return None
+        reason = str(error)
+    window.free()
+    return reason
 
 
 @contextmanager
@@ -155,4 +155,4 @@ def _check(world: World, window: MappedDeviceWindow, device: Device) -> None:
         received = torch.empty_like(window.tensor)
         device.copy(received, window.mapped_shard(target), device.record_event()).synchronize()
         if not torch.equal(received.cpu(), expected):
-            raise UserError(f"mapped GPU memory has wrong data (rank {world.rank} reading the memory of rank {target})")
+            raise UserError(f"mapped GPU memory has wrong data, reading that of rank {target}")

@@ -61,7 +61,7 @@ class Block:
 
     def select(self, selection: Iterator[bool]) -> "Block":
         """Return the records for which `selection` yields True."""
-        chosen = [i for i in range(len(self.values)) if next(selection)]
+        chosen = [i for i in range(len(self.values)) if next(selection, False)]
         return Block(self.name, self.unit, [self.numbers[i] for i in chosen], [self.values[i] for i in chosen])
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -110,8 +110,8 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
 
     Args:
         command: Command that starts the child. The file descriptor for messages is appended as its last argument.
-        deadline_s: Time in seconds after which a child has failed.
-        quiet_s: Time in seconds without a message after which the child of rank 0 has failed.
+        deadline_s: Time in seconds after which a child is considered to have failed.
+        quiet_s: The same, for the time without a message from the child of rank 0.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())

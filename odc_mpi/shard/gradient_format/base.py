@@ -1,6 +1,6 @@
 """Interface for the number formats of gradients.
 
-The methods are called in the order of their definitions. Arrays are identified by their index in the transport.
+Arrays are identified by their index in the transport.
 """
 
 from abc import ABC, abstractmethod

@@ -60,7 +60,7 @@ class Reader:
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values in `document`, which was read from `source`, and in `arguments`, and their sources, by setting."""
+        """Return the values in `document`, read from `source`, and in `arguments`, with their sources, by setting."""
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective
         for item in given:

@@ -50,7 +50,7 @@ class RolloutMetrics:
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Add the group at `position` in the minibatch. The loss omits those `excluded`, bool `[completions]`."""
+        """Add the group at `position` in the minibatch. `excluded`, bool `[completions]`, are not in the loss."""
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
         added = {

@@ -85,7 +85,7 @@ class PromptCodec:
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the keyword arguments for reward functions: lists, and copies of tokens, for each completion."""
+        """Return the keyword arguments for reward functions, lists with an item for each completion."""
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]

@@ -54,7 +54,8 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Some completions are printed, and written to completions.jsonl. If `packs` is False, each microbatch has one.
+    Some completions are printed, and written to completions.jsonl. If `packs` is False, a microbatch has one
+    completion.
     """
 
     columns: ClassVar = (

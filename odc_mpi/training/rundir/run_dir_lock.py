@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.errors import UserError, warn
-from odc_mpi.files import make_directory, parse_json, write_text_durable
+from odc_mpi.files import make_directory, parse_json, write_text_atomic
 from odc_mpi.runtime.job_info import slurm_job
 
 LOCK_FILE = "owner.json"
@@ -27,8 +27,9 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock on a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
 
-    The other ranks give up after `timeout_s`, so the constructor waits at most for half of it, and `LOCK_TIMEOUT_S`.
-    Raises `UserError` if another run on this host holds the lock, or if the directory cannot be written to.
+    The constructor waits for at most `LOCK_TIMEOUT_S` seconds, and at most half of `timeout_s`, after which the other
+    ranks give up. Raises `UserError` if another run on this host holds the lock, or if the directory cannot be written
+    to.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -40,7 +41,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._socket = self._acquire(min(LOCK_TIMEOUT_S, timeout_s / 2))
             try:
                 self._warn_about(_read(self._path), record)
-                write_text_durable(self._path, json.dumps(record) + "\n")
+                write_text_atomic(self._path, json.dumps(record) + "\n", private=False)
             except BaseException:
                 self._socket.close()
                 raise
