@@ -98,7 +98,7 @@ def test_other_sockets_do_not_count():
         assert waited(arrivals, 0.05) >= 0.045
 
 
-@pytest.mark.parametrize("missing", ["permission", "list"])
+@pytest.mark.parametrize("missing", ["timeout", "list"])
 def test_without_a_list_of_files_it_sleeps(ends, tmp_path, monkeypatch, missing):
     """Or with a default timeout, with which reading the list would change the connections."""
     near, far, _ = ends

@@ -46,7 +46,8 @@ def shared_dir(world, tmp_path_factory):
 @pytest.fixture
 def base(shared_dir, request):
     """A directory of the test's own that all ranks see; not there yet."""
-    return shared_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
+    name = f"{request.node.path.stem}_{request.node.name}"
+    return shared_dir / "".join(c if c.isalnum() else "_" for c in name)
 
 
 @pytest.fixture(scope="session")

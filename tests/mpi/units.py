@@ -31,15 +31,26 @@ def assert_nan_is_known_to_all(model, world, run):
 
 def while_the_last_rank_computes(world, base, work):
     """Run `work` on the other ranks; the last one computes without calling MPI until all of them have returned."""
+    computes = base.with_name(f"{base.name}.computes")
     if world.rank < world.size - 1:
+        wait_for_file(computes)
         work()
         base.with_name(f"{base.name}.{world.rank}").touch()
         return
+    computes.touch()
     deadline, done = time.monotonic() + 30, 0
-    while done < world.size - 1 and time.monotonic() < deadline:
+    while done < world.size and time.monotonic() < deadline:
         torch.randn(1000).sum()
         done = len(list(base.parent.glob(f"{base.name}.*")))
-    assert done == world.size - 1, "a rank waited for one that computes"
+    assert done == world.size, "a rank waited for one that computes"
+
+
+def wait_for_file(path):
+    """Wait without calling MPI until another rank has left its collectives and made a file."""
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert path.exists()
 
 
 def assert_reports_and_sums(world, transport):

@@ -94,6 +94,8 @@ def test_a_crash_is_the_reason():
 def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
     problem = Problem(("from_device", "same_node", name), Cause.WRONG)
     found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(problem)
+    by_itself = {"get": ("cpu", "accumulate"), "put": ("cuda", "accumulate"), "accumulate": ("cuda", "mailbox")}
+    assert choices(made(found)) == by_itself[name]
     decision = made(found, window_device="cuda", reduction=reduction)
     words = f"{name.title()} with a peer on the same node, on devices, delivers wrong data .* comm.window_device to cpu"
     with pytest.raises(UserError, match=words) if refused else nullcontext():

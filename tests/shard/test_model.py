@@ -470,6 +470,19 @@ def test_train_and_eval_reach_the_module(transport: RecordingTransport) -> None:
     assert model.train() is model and model.module.layers[0].training
 
 
+@on_ranks(1)
+def test_hooks_of_modules_run(transport: RecordingTransport, module: nn.Module) -> None:
+    seen: list[str] = []
+    model = shard(module, transport)
+    layer = model.module.layers[1]
+    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_forward_hook(lambda *_: seen.append("after"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    with model.minibatch():
+        work_once(model)
+    assert seen == ["before", "after", "backward"]
+
+
 # Buffers
 
 

@@ -32,6 +32,8 @@ def test_fetches_of_a_forward_and_a_backward(
         # The last two are still there; then each in reverse order, once.
         assert transport.names("fetch") == LAYERS[-3::-1]
         assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
+        if not checkpointing:
+            assert transport.names("push") == [*LAYERS[::-1], "(root)"]
         transport.log.clear()
         squares(train.model, (INPUT,)).backward()
         # Those of the last backward's end are this forward's beginning. The root stayed.

@@ -16,10 +16,12 @@ from tokenizers import models as vocabularies
 
 from odc_mpi.data.dataset.format import DamagedDatasetError, vocabulary_digest
 from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files, write_files
 from odc_mpi.errors import UserError
+from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.inputs import initial_cost_model, open_inputs
 from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
 MODEL = QWEN2 | {"vocab_size": 60, "num_hidden_layers": 1}
@@ -52,6 +54,13 @@ def directory(tmp_path_factory) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     return path
+
+
+def test_costs_have_names():
+    meta_model = from_config(MODEL, 0)
+    flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
+    for name, wanted in (("linear", CostModel()), ("flops", flops), ("fitted", flops)):
+        assert initial_cost_model(configuration.DataConfig("data.h5", cost=name), meta_model) == wanted
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):

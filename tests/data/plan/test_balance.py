@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 from length_fixtures import COST, lognormal_lengths, microbatch_cost
@@ -113,6 +115,15 @@ def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
     mean = float(COST.sequence(lengths).mean())
     counts = [len(dynamic(lengths, 8, 1 << 20, CostModel(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.1, 1.0)]
     assert counts[0] > counts[1] > counts[2]
+
+
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
+def test_large_minibatches_plan_quickly(name: str) -> None:
+    """None takes a second. The limit is for slow machines, and fails what grows with the square."""
+    lengths = lognormal_lengths(np.random.default_rng(0), 10_000)
+    begin = time.process_time()
+    BALANCE_STRATEGIES[name](lengths, 64, 4096, CostModel(1.0, 1e-3, 100.0))
+    assert time.process_time() - begin < 10.0
 
 
 def minibatch(count: int) -> np.ndarray:

@@ -146,13 +146,14 @@ def test_what_does_not_fit_is_refused(run, one_run, settings, words):
     assert sorted(one_run.rglob("*")) == before, "nothing was touched"
 
 
-def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir):
-    """Also the same tokens of another vocabulary."""
-    other = shared_dir / "refused.h5"
+@pytest.mark.parametrize("difference", ["vocabulary", "token"])
+def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir, difference):
+    other = shared_dir / f"other_{difference}.h5"
     if world.rank == 0:
-        names = {"tokenizer": "none", "source": "", "vocabulary": "another"}
+        names = {"tokenizer": "none", "source": "", "vocabulary": "another" if difference == "vocabulary" else ""}
         with Dataset(dataset_path) as known, DatasetWriter(other, vocab_size=known.vocab_size, **names) as writer:
-            for tokens, mask in known:
+            for i, (tokens, mask) in enumerate(known):
+                tokens[0] ^= i == 20 and difference == "token"
                 writer.append(tokens.astype(np.uint32), mask)
     world.gather_objects(None)
     with pytest.raises(AllRanksUserError, match="got other data"):

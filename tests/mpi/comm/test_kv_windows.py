@@ -125,6 +125,7 @@ def assert_sequence_after_sequence(windows, world, slowed=None):
 @pytest.mark.parametrize("slowed", [None, 0, 1])
 def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
     """Each time that the others come to a slot or a flag, the slow rank has not."""
+    assert windows.sizes.num_bytes == (LAYERS + 2) * TOKENS * TOKEN_BYTES
     assert_sequence_after_sequence(windows, world, slowed)
 
 

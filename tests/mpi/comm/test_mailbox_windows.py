@@ -105,7 +105,7 @@ def test_a_slow_owner_slows_its_origins_and_loses_nothing(make, world):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("serves", [False, True], ids=["room for all", "thread"])
-def test_a_computing_owner_delays_no_push_while_its_mailbox_has_space(make, world, base, serves):
+def test_a_computing_owner_delays_no_push(make, world, base, serves):
     """Or while a thread that serves makes room for far more than its mailbox holds."""
     numel, count = 100_000, 5 if serves else 1
     transport, reduction = make([numel], 1 << 16 if serves else 1 << 20)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from units import wait_for_file
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
@@ -22,16 +23,18 @@ def is_served(world, base, busy_s):
     too, so that the target has to drive them.
     """
     memory, served = np.full(1000, world.rank + 1.0), True
+    computes = base.with_name(f"{base.name}.computes")
     window = MPI.Win.Create(memory, 8, MPI.INFO_NULL, world.comm)
     window.Lock_all(MPI.MODE_NOCHECK)
     world.gather_objects(None)
     if world.rank == world.size - 1:
         until = time.monotonic() + busy_s
         with world.background_progress_off():
+            computes.touch()
             while not (served := base.exists()) and time.monotonic() < until:
                 np.dot(memory, memory)
     elif world.rank == 0:
-        time.sleep(0.2)  # until the other has left the gathering above, in which it would still serve
+        wait_for_file(computes)  # in the gathering above the other would still serve
         values = np.zeros(1000)
         window.Get(values, world.size - 1)
         window.Flush(world.size - 1)
