@@ -47,8 +47,9 @@ def crash(directory, kills, seed, early_share=EARLY):
             time.sleep(delay_s if due else 0)
             return due
 
-        process = start(RANKS[kill % len(RANKS)], "-m", "odc_mpi", "train", "--config", config, *saving)
-        killed = kill_a_rank_when(process, is_due)
+        num_ranks = RANKS[kill % len(RANKS)]
+        process = start(num_ranks, "-m", "odc_mpi", "train", "--config", config, *saving)
+        killed = kill_a_rank_when(process, is_due, num_ranks=num_ranks, choose=draw.choice)
         assert killed.code != 0
         assert early or newest == 0 or f"resuming from step {newest}:" in killed.out, (newest, killed.out, killed.err)
         seen = last_step(run)

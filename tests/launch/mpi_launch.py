@@ -104,13 +104,18 @@ def finish(process, timeout_s=90):
     return Finished(process.returncode, out, err, time.monotonic() - began)
 
 
-def kill_a_rank_when(process, condition, timeout_s=90):
-    """Kill a rank of a launched `odc-mpi train` as soon as the condition holds; the launcher ends the others."""
+def kill_a_rank_when(process, condition, timeout_s=90, num_ranks=1, choose=random.choice):
+    """Kill a rank of a launched `odc-mpi train` as soon as the condition holds; the launcher ends the others.
+
+    At least `num_ranks` have started by then.
+    """
     end = time.monotonic() + timeout_s
-    while not (ranks := _ranks_of(process)) or not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
+    while len(_ranks_of(process)) < num_ranks or not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            process.terminate()
+            raise AssertionError(process.communicate(timeout=20))
         time.sleep(0.01)
-    os.kill(random.choice(ranks), signal.SIGKILL)
+    os.kill(choose(_ranks_of(process)), signal.SIGKILL)
     return finish(process)
 
 
