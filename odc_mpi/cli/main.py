@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser for all commands, with the options of those in `names`. It raises `UserError`."""
+    """Return the parser for all commands, with the options of those in `names`. Invalid arguments raise `UserError`."""
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")

@@ -43,7 +43,7 @@ class GenerateArguments:
 class GenerationModel:
     """Model on the meta device, with its tokenizer and the stop tokens that apply to all prompts.
 
-    `name` is the path of the checkpoint or directory.
+    `name` is the path of the checkpoint or model directory.
     """
 
     name: str

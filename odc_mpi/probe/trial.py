@@ -102,8 +102,8 @@ class Trials:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
         origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
-        staleness_tests: Pairs of an operation to test for staleness and a kind of memory at the origin. By default not
-            Put on the host: with libfabric's tcp provider it may be late, and mailboxes detect that themselves.
+        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. By default only Get
+            to the host. Put from the host may be late with libfabric's tcp provider, which mailboxes detect themselves.
     """
 
     def __init__(

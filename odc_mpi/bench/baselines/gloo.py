@@ -16,7 +16,7 @@ from odc_mpi.runtime.world import World
 class Gloo:
     """Process group of all ranks with the gloo backend. All ranks must be on one node. Construction is collective.
 
-    The ranks rendezvous through a file in a private directory, and communicate over the loopback interface.
+    The ranks rendezvous through a file in a private directory, and by default communicate over the loopback interface.
     """
 
     def __init__(self, world: World) -> None:

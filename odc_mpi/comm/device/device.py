@@ -85,8 +85,8 @@ class Device:
     def export(self, memory: torch.Tensor) -> bytes:
         """Return a handle with which other processes on this node can map `memory`.
 
-        `memory` must be a whole allocation from `empty_for_windows`, of a multiple of 2 MiB. Raises `UserError` if the
-        driver refuses.
+        `memory` must be a whole allocation from `empty_for_windows`, and its size a multiple of 2 MiB. Raises
+        `UserError` if the driver refuses.
         """
         return self._share("export them", lambda runtime: runtime.ipcGetMemHandle(memory.data_ptr()))
 

@@ -101,7 +101,8 @@ class IslandExchange(ShardStorage):
     def finish(self, indices: Iterable[int]) -> Work:
         """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
 
-        Also pushes the arrays that all ranks in the island have finished to their owners. `flush` finishes the others.
+        Also pushes, to their owners, this rank's shards of the arrays that all ranks in the island have finished.
+        `flush` finishes the remaining arrays.
         """
         self._finish(self._unfinished.intersection(indices))
         return Work()

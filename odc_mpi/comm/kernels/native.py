@@ -157,7 +157,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory `src` of the CUDA sources: in the installed package or, in a checkout, beside it."""
+    """Return the directory `src` of the CUDA sources: inside the package if installed, beside it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

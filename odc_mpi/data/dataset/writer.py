@@ -30,7 +30,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
 
     If an exception leaves the `with` body, `Dataset` rejects the unfinished file. Leaving the body raises an `OSError`
     if the file could not be written. The attributes `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens,
-    not counting the first token of each sequence), `num_prompt_tokens` (in pairs), `longest` (maximum number of tokens
+    not counting the first token of each sequence), `num_prompt_tokens` (of pairs), `longest` (maximum number of tokens
     in a sequence) and `max_token_id` describe the sequences appended so far.
     """
 

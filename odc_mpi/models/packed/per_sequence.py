@@ -61,12 +61,13 @@ def attend(
     prompts: list[int],
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """Attend within each sequence, and to the prompt that it shares. Returns the output, shaped like `query`.
+    """Attend within each sequence, and to the prompt that it shares. Returns `[1, heads, tokens, value_dim]`.
 
     Args:
         kernel: Function that computes the causal attention of `[sequences, heads, tokens, head_dim]` queries, keys and
             values, such as a partial of `causal`.
-        query, key, value: Packed states, `[1, heads, tokens, head_dim]`.
+        query, key, value: Packed states, `[1, heads, tokens, dim]`. Keys and values may have fewer heads than queries.
+        lengths: Number of tokens of each sequence, without a prompt that it shares.
         prompts: Number of tokens of the prompt that each sequence shares with an earlier one, or 0.
         chunk_size: Number of tokens of attention chunks, counted from the start of each sequence or of its shared
             prompt. None means no chunks.

@@ -107,7 +107,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Start forwarding messages, after the child process has been started."""
+        """Start forwarding messages. Call this after starting the child process."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()

@@ -52,7 +52,7 @@ def estimate_memory(
     *,
     accumulates: bool = True,
 ) -> list[MemoryPart]:
-    """Return the parts of the peak memory of the rank that needs the most. Device and dtype must not be auto.
+    """Return the parts of the peak memory of the rank that needs the most. `config` is resolved (see `with_device`).
 
     `lengths` are the numbers of tokens of the sequences in the largest microbatch. `accumulates` is True if a rank may
     have several microbatches per step, and so caches the sum of their gradients.

@@ -62,7 +62,7 @@ class ReferenceLogps(Callback):
         self.values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Load or compute the log-probabilities. Raises `AllRanksUserError` if it is too late for that. Collective."""
+        """Load or compute the log-probabilities. Raises `AllRanksUserError` if a resumed run lacks any. Collective."""
         if self.model_digest is None:
             self.model_digest = self._compute_digest()
         self._load()
