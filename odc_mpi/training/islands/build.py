@@ -26,7 +26,7 @@ class OuterLoopCallback(Callback):
 
     Args:
         num_steps: Number of steps of the run.
-        rule: Rule that decides, from the gradient norms, when to synchronize before `islands.sync_every` steps have passed.
+        rule: Decides, from the gradient norms, when to synchronize before `islands.sync_every` steps have passed.
     """
 
     summary: ClassVar = {
