@@ -60,8 +60,7 @@ def shard_model(
             `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
-            keeps its dtype. If it is narrower than float32, each rank keeps float32 master copies of its trainable
-            slices for the optimizer.
+            keeps its dtype. Trainable slices narrower than float32 have float32 copies for the optimizer.
         reduce_dtype: Dtype in which gradients are summed: float32, float64, or int64 for fixed-point numbers, whose
             sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
             dtypes in which trainable parameters are stored.
@@ -75,7 +74,7 @@ def shard_model(
             nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory in bytes for gradients that are accumulated locally and pushed once per minibatch.
+        gradient_cache_bytes: Likewise, for gradients that are accumulated locally and pushed once per minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require one-sided windows in host memory. The model closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
@@ -92,7 +91,8 @@ def shard_model(
             is negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
             an earlier model has closed `islands`.
         UserError: There is not enough memory for the windows, the device is not available, CuPy is missing for windows
-            on a GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
+            on a GPU, the modules of two ranks differ, `decision` selects collectives although `device` is "cuda" or no
+            windows in host memory although `islands` is given, or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: check_cache_sizes(parameter_cache_bytes, gradient_cache_bytes))
@@ -168,7 +168,7 @@ def decide_for(
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host,
-            which needs no probe and requires the defaults of all settings up to `device`.
+            which needs no probe and requires the defaults of `zero_copy` to `device`.
         zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
             "off" to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
@@ -184,8 +184,8 @@ def decide_for(
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op are then an error.
 
     Raises:
-        UserError: A setting is invalid or not supported by the MPI library, or an operation that would be used
-            delivered wrong data in the probe.
+        UserError: A setting is invalid or not supported by the MPI library, the device is not available, or an
+            operation that would be used delivered wrong data in the probe.
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")

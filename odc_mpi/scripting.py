@@ -139,7 +139,6 @@ def _new_world() -> Iterator["World"]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to the types of a YAML file: paths to strings, and tuples to lists."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

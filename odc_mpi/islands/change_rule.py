@@ -54,7 +54,7 @@ class ChangeRule:
 
 
 def _append(window: list[float], norm: float) -> float:
-    """Append a norm to a window. Return the relative change of the mean, or -1 if there is none to compare."""
+    """Append a finite norm to a window. Return the relative change of the mean, or -1 if the norm is not finite."""
     if not math.isfinite(norm):
         return -1.0
     before = _mean(window)

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-#: Number of elements in a block. Encoded arrays have a multiple of this size.
+#: Number of elements in a block. Encoded arrays have a multiple of this number.
 BLOCK_NUMEL = 32
 
 _MAGNITUDE = 0x7FFFFFFF
@@ -55,7 +55,7 @@ class Encoding:
     _decode_blocks: Callable[[torch.Tensor, torch.Tensor], None]
 
     def num_bytes(self, numel: int) -> int:
-        """Return the number of bytes of an encoded array of `numel` elements, a multiple of 32."""
+        """Return the number of bytes of an encoded array. Its number of elements, `numel`, must be a multiple of 32."""
         return numel // BLOCK_NUMEL * self.block_bytes
 
     def encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def _exponents(largest: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros_as_largest(exponents: torch.Tensor) -> torch.Tensor:
-    """Return exponents for scaling. In relation to the largest exponent, all elements of a block of zeros are 0."""
+    """Return exponents for scaling: 255 instead of 0, relative to which all elements of such a block round to 0."""
     return exponents.masked_fill(exponents == 0, _NOT_FINITE)
 
 

@@ -1,6 +1,6 @@
 """Fragments: parts of the parameters that islands synchronize at different steps, and the schedule of these steps.
 
-The trainable parameters are concatenated and cut into fragments of equal size. Each rank handles its own slices:
+The trainable parameters are concatenated and cut into fragments of similar size. Each rank handles its own slices:
 
     parameters   [ embedding            | q_proj  | k_proj  | ... ]
     fragments    [      fragment 0          |       fragment 1      ]
@@ -31,7 +31,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class FragmentPart:
-    """Part of a rank's slice of a parameter: elements `[start, stop)` of the slice, at `offset` in the flat buffer."""
+    """Part of a rank's slice number `index`: elements `[start, stop)` of the slice, at `offset` in the flat buffer."""
 
     index: int
     start: int
@@ -51,7 +51,7 @@ class Fragment:
         return [flat[part.offset : part.offset + part.stop - part.start] for part in self.parts]
 
     def select(self, slices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the view of each part in the rank's slices of all parameters."""
+        """Return the view of each part in the rank's slices of all trainable parameters, each `[n]`."""
         return [slices[part.index][part.start : part.stop] for part in self.parts]
 
     def read(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:

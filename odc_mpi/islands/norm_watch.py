@@ -21,9 +21,9 @@ _MAX_CONSECUTIVE = 3
 class NormWatch:
     """Decides which islands' contributions a synchronization leaves out.
 
-    For each fragment, there is an exponential moving average of the accepted norms of all islands. After 10
-    synchronizations, norms above the limit are left out. If those of all islands are above it, the finite ones are
-    accepted. Ranks that pass the same norms decide the same.
+    For each fragment, there is an exponential moving average of the accepted norms of all islands. Contributions with a
+    norm that is not finite or, after 10 synchronizations of the fragment, above the limit are left out. If this applies
+    to all islands, the finite ones are accepted. Ranks that pass the same norms decide the same.
 
     Args:
         limit: Largest norm that is accepted, as a multiple of the mean. 0 accepts all finite norms.
@@ -40,10 +40,10 @@ class NormWatch:
 
         Args:
             fragment: Index of the fragment that is synchronized.
-            norms: Norm of each island's difference between this fragment's outer and local parameters.
+            norms: For each island, the norm of the difference between outer and local parameters, per step.
 
         Raises:
-            TrainingError: An island's contribution is left out for the third time in a row, for whatever fragment.
+            TrainingError: An island's contribution is left out for the third time in a row, whatever the fragments.
         """
         factors = [self._factor(fragment, norm) for norm in norms]
         left_out = {island: factor for island, factor in enumerate(factors) if not self._is_accepted(fragment, factor)}
@@ -79,7 +79,6 @@ class NormWatch:
             self._num_consecutive = list(num_consecutive)
 
     def _factor(self, fragment: int, norm: float) -> float:
-        """Return a norm as a multiple of the mean. While all norms were 0, every finite norm is as good as another."""
         mean = self._means[fragment]
         return math.inf if not math.isfinite(norm) else norm / mean if mean > 0 else 0.0
 

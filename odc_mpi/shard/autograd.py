@@ -84,6 +84,7 @@ class UnitForwards:
         """Context manager for a forward pass of a unit, in which the first use of a parameter fetches the unit.
 
         `is_recomputation` is True if the pass only recreates saved tensors, so that its nodes will have no backward.
+        Raises RuntimeError on exit if a parameter of the unit was changed in place.
         """
         outer, num_pending = self._current.get(unit), self._pending[unit]
         unit.num_running_forwards += 1
@@ -115,7 +116,7 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Register a backward hook on the first element of `output`, the output of a unit's forward pass.
+        """Register a backward hook on `output` of a unit's forward pass, or on the first element of a tuple or mapping.
 
         The hook publishes this rank's status and raises RuntimeError if the parameters have changed since that pass. If
         autograd saves references to parameters, no hook is registered, because `SavedTensorHooks` does the same.

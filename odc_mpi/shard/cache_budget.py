@@ -140,7 +140,7 @@ def check_cache_sizes(parameters: object, gradients: object) -> None:
 
 
 def warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
-    """Warn if a cache is too small for any unit or gradient array."""
+    """Warn if a cache has a size above 0 that is too small even for the smallest unit or gradient array."""
     for kind, budget, minimum in (
         ("parameter", requested.parameters, needs.minimum.parameters),
         ("gradient", requested.gradients, needs.minimum.gradients),

@@ -52,8 +52,8 @@ class GradientPusher:
     """Accumulator that sums gradients locally if the budget allows it, and pushes them to their owners.
 
     Args:
-        prefetch: Maximum number of pushes in flight, which run on a separate thread. If this is 0 or the transport is
-            not thread-safe, no thread is used and at most one push is in flight.
+        prefetch: Maximum number of pushes in flight, which run on a separate thread. If `prefetch` is 0 or the
+            transport is not thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
         gradient_format: Number format of the gradients, fixed-point if the store has an integer dtype.
@@ -103,8 +103,9 @@ class GradientPusher:
     ) -> None:
         """Add the gradients of the named parameters to local sums, or start pushing them to their owners. One-sided.
 
-        The gradient of an unused parameter is None. `is_last_forward` is True if no other forward of the unit is still
-        awaiting its backward. Raises RuntimeError outside a minibatch.
+        Each gradient has the shape of its parameter, or is None if the parameter was not used. `is_last_forward` is
+        True if no other forward of the unit is still awaiting its backward. Raises RuntimeError outside a minibatch, or
+        if this rank has already finished one of the unit's arrays (`IslandExchange.finish`).
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
@@ -192,7 +193,6 @@ class GradientPusher:
         self._traffic.add_push(index, start, start + flat.numel())
 
     def _wait(self, num_left: int) -> None:
-        """Wait for the oldest pushes until at most `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             pending, flat, index = self._in_flight.popleft()
             with self._spans.span("accumulate"):

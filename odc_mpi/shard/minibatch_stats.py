@@ -64,7 +64,7 @@ class MinibatchStats:
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
-        """Return each rank's value called `name`, float64 `[size]`."""
+        """Return each rank's value called `name`, float64 `[ranks]`."""
         return self._reports[:, self._columns[name]]
 
     def sum(self, name: str) -> float:

@@ -6,7 +6,8 @@
     optimizer.step()             updates this rank's slices
     model.publish()              parameters published, gradients cleared (collective)
 
-Construction, forward and backward, `unsharded`, `state_dict`, `close` and setting `cache_bytes` also communicate.
+Construction, forward and backward, `unsharded`, `overwrite_parameters`, `state_dict`, `close` and setting `cache_bytes`
+also communicate. A call in the wrong phase (`StepPhase`) raises RuntimeError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +50,7 @@ class ShardedModel:
             parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. It is closed along with the model.
         prefetch: Number of units to fetch ahead, and maximum number of pushes in flight, which is at least 1. Units are
-            prefetched only if fetches are one-sided, transfer data and may run on another thread.
+            prefetched only if fetches are one-sided, transfer data, and may run on another thread or need none.
         optimizer_device: Device of this rank's slices of trainable parameters. None means the host.
         dtypes: Dtypes of the parameters whose dtype differs from that of the transport, by dotted name.
 
@@ -139,8 +140,8 @@ class ShardedModel:
 
         Each slice, `[n]`, contains consecutive elements of the flattened parameter. Its dtype is fp32, or that of the
         parameter if it is wider. All ranks have the same number of slices, in the same order, so that each rank can
-        create an optimizer. A slice is empty if other ranks own the parameter. After a minibatch, `.grad` of a slice is
-        None if the slice is empty, so that optimizers keep no state for it, or if no rank used the parameter.
+        create an optimizer. A slice is empty if other ranks own the whole parameter. After a minibatch, `.grad` is None
+        if no rank used the parameter, and in any case for empty slices, for which optimizers therefore keep no state.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
@@ -151,8 +152,8 @@ class ShardedModel:
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values.
 
-        The values change only between the end of a minibatch and `publish()`, and those of frozen parameters never,
-        because nodes cache them. Slices of trainable parameters have the same dtypes as in `shard_parameters()`, and
+        Change the values only between the end of a minibatch and `publish()`, and those of frozen parameters never,
+        because nodes cache these. Slices of trainable parameters have the same dtypes as in `shard_parameters()`, and
         those of frozen parameters have the dtype of their shards.
         """
         return self._local_shards.all_slices()
@@ -174,8 +175,8 @@ class ShardedModel:
         of the minibatch does not communicate.
 
         Raises:
-            RuntimeError: `publish()` was not called after the previous minibatch, the `requires_grad` of a parameter
-                has changed since it was sharded, or an unsharded parameter was changed in place.
+            RuntimeError: `publish()` was not called after the previous minibatch, the model is closed, the
+                `requires_grad` of a parameter has changed since sharding, or a parameter was changed in place.
         """
         self._placeholders.check_frozen()
         self._unsharded.check_unchanged()
@@ -206,8 +207,8 @@ class ShardedModel:
         """Announce that the next backward pass is the last one in this minibatch. This call is optional.
 
         It makes the model push locally accumulated gradients as soon as they are complete, which overlaps the pushes
-        with computation. Otherwise, these gradients are pushed at the end of the minibatch. With islands, a later
-        backward pass raises RuntimeError if its gradients would be too late for other islands.
+        with computation. Otherwise, these gradients are pushed at the end of the minibatch. With islands, they may also
+        be sent to other islands at once, after which a backward pass through the same unit raises RuntimeError.
         """
         self._pusher.is_last_backward = True
 
@@ -215,8 +216,8 @@ class ShardedModel:
     def cache_bytes(self) -> CacheBytes:
         """Maximum sizes of this rank's caches of unsharded units and of accumulated gradients, initially 0.
 
-        Sizes may differ between ranks. Memory beyond `cache_needs.maximum` remains unused. Set the sizes only between
-        minibatches, because this clears both caches.
+        Sizes may differ between ranks. Memory beyond `cache_needs.maximum` remains unused. Setting the sizes is
+        one-sided and clears both caches, so do this only between minibatches.
         """
         return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.cache.budget_bytes)
 
@@ -268,7 +269,7 @@ class ShardedModel:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
         Returns the total norm before scaling. If it is not finite, the gradients are not scaled. If islands train
-        separately, each clips by and returns its own norm, and `replica_norms` contains the norm of each island.
+        separately, each clips by its own norm and returns that, and `replica_norms` contains the norm of each island.
         """
         self._require_phase(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
@@ -283,7 +284,7 @@ class ShardedModel:
         return norm
 
     def divide_gradients_(self, divisor: float) -> None:
-        """Divide all gradients by `divisor`, the same on all ranks. Call this method before `clip_grad_norm_`."""
+        """Divide all gradients by `divisor`, which must be equal on all ranks that train the same model."""
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
@@ -329,7 +330,7 @@ class ShardedModel:
     def overwrite_parameters(self, values: Iterable[torch.Tensor]) -> None:
         """Copy new values into the slices in `shard_parameters()`, and publish them. Collective.
 
-        Call this between two minibatches. `values` are one tensor per slice, in the same order and shapes.
+        Call this between two minibatches. `values` are one tensor per slice, in the same order and of the same shape.
         """
         self._require_phase(StepPhase.PUBLISHED, "overwrite_parameters()")
         self._phase = StepPhase.COMPLETE

@@ -99,9 +99,9 @@ def schedule_factor(
     """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
     The learning rate rises linearly during the first `warmup_steps` steps and reaches its peak in the next step. If
-    `kind` is "constant", it then stays at the peak. If `kind` is "linear" or "cosine", it then falls and would reach
-    `min_ratio` at step `steps`, which includes the warmup. If `kind` is "warmup_stable_decay", it stays at the peak and
-    falls to `min_ratio` like a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`.
+    `kind` is "constant", it then stays at the peak. If it is "linear" or "cosine", the learning rate then falls and
+    would reach `min_ratio` at step `steps`. If it is "warmup_stable_decay", the learning rate falls to `min_ratio` like
+    a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`. `steps` includes warmup.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

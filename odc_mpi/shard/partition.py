@@ -101,7 +101,7 @@ def describe_tensors(
 def make_units(
     parts: ParametersByUnit, num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create the units and the layouts of their flat arrays, each of which is divided among `num_owners` ranks.
+    """Create units, and layouts of their flat arrays, each divided among `num_owners` ranks on `num_islands` islands.
 
     The parameters of a unit are divided among arrays by dtype, and by whether they are trainable, trainable ones first.
     `dtypes` contains, by dotted name, the dtypes that differ from that of the parameter store.

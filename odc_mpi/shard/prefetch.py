@@ -61,7 +61,7 @@ class CommunicationThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Schedule `operation`, a `start_fetch` or `push`, to run on the thread until `Work.complete` has returned.
+        """Schedule `operation`, such as a `start_fetch` or `push`, to run on the thread until its `Work` is complete.
 
         Do not access the memory of the arguments before `wait` of the returned handle has returned. If the operation
         raises an exception, so does `wait`.

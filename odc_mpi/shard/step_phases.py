@@ -56,7 +56,7 @@ class SpanRecorder:
         self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Add a span that began at `began` and ends now."""
+        """Add a span that began at `began`, a value of `time.perf_counter`, and ends now."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._is_recording:
@@ -130,7 +130,7 @@ class Usage:
 
     @property
     def bytes_between_islands(self) -> int:
-        """Bytes of gradients pushed to, and of parameters received from, other islands per minibatch; 0 without any."""
+        """Bytes per minibatch of gradients pushed to other islands and parameters received from them; 0 without any."""
         exchange = self._transport.exchange
         return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
 

@@ -24,7 +24,7 @@ class GradientFormat(ABC):
         """Write gradients of array `index` to the push buffer `flat`, and zeros to all other elements of the buffer.
 
         Args:
-            segments: Pairs of an offset in `flat` and the gradient to write there, in ascending order of offset.
+            segments: Pairs of an offset in `flat` and the gradient, of any shape, to write there, by ascending offset.
             flat: Buffer, `[n]` of the gradient store's dtype.
         """
 
@@ -72,4 +72,4 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a scaled bound on the gradients of each pushed array, by index. Not finite if a gradient is not."""
+        """Return a scaled bound on this rank's pushes of each array, by index. Not finite if a gradient is not."""

@@ -14,8 +14,8 @@ Note: exponents
     From one minibatch to the next, an exponent may fall by any amount but rises by at most 8.
 
 Note: the norm
-    Each square is split into four integers of about 20 bits each, the first of which is scaled by the array's known
-    bound. For each of the four, the sum over all elements of the array stays below 2**53.
+    Each square is split into four integers, the first of which is scaled by the array's known bound. If the array has
+    up to 2**b elements, each integer has `52 - b` bits, so its sum over all elements stays below 2**53.
 """
 
 import math
@@ -167,7 +167,7 @@ class FixedPointGradients(GradientFormat):
         flat: torch.Tensor,
         put: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Round gradients part by part. For each, `put` receives a part of `flat` and the integers for it, as fp64."""
+        """Round gradients in parts. `put` receives the elements of `flat` for each part, and the integers as fp64."""
         scale = 2.0 ** self.exponents[index]
         largest, lost = torch.zeros(3, dtype=torch.float64, device=flat.device).split([1, 2])
         for start, gradient in segments:
@@ -199,7 +199,7 @@ class FixedPointGradients(GradientFormat):
         return self._work[: gradient.numel()]
 
     def _magnitude_bits(self, index: int) -> int:
-        """Return the exponent of the unit for reporting magnitudes, in integer steps. It keeps their sums exact."""
+        """Return n such that sums of magnitudes are exact if reported in units of 2**n integer steps."""
         return max(0, SUM_BITS + _bits(self._numels[index]) - EXACT_BITS)
 
     def _limb_scales(self, index: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class Unit:
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Wait until the fetch is complete. One-sided. If it raises an exception, the unit becomes sharded again."""
+        """Wait until the fetch is complete. One-sided. If the fetch raises an exception, the unit is sharded again."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED

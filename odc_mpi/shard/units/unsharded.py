@@ -107,7 +107,7 @@ class UnshardedUnits:
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     def reshard_all(self) -> None:
-        """Complete the fetches in flight and release the full parameters of all units. One-sided."""
+        """Complete fetches in flight and reshard all units. One-sided. Raises RuntimeError if `reshard_forbidden`."""
         if self.reshard_forbidden:
             raise RuntimeError("parameters cannot be resharded inside unsharded(gradients=False): leave it first")
         for unit in list(self._held):

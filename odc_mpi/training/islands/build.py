@@ -69,7 +69,7 @@ class OuterLoopCallback(Callback):
 
 
 def make_islands(config: Config, world: World) -> Islands | None:
-    """Divide the ranks into islands as the settings say. Return None if there is only one. Collective."""
+    """Divide the ranks into islands. Return None if the settings say "off" or there is only one. Collective."""
     if config.islands.by == "off":
         return None
     islands = Islands(world, config.islands.by, config.islands.mode)
@@ -80,7 +80,7 @@ def make_islands(config: Config, world: World) -> Islands | None:
 
 
 def resume_weights(checkpoint: Checkpoint, base: WeightSource, islands: Islands | None) -> DeferredErrorWeights:
-    """Return the weights of a checkpoint: those of this rank's island if it trains separately and was saved."""
+    """Return a checkpoint's weights, with `base` for those it lacks. A separate island gets its own if they exist."""
     trains_apart = islands is not None and islands.mode == "outer"
     prefix = own_prefix(checkpoint.manifest, islands.index, islands.size) if islands and trains_apart else ""
     return DeferredErrorWeights(checkpoint, base, prefix)

@@ -85,15 +85,15 @@ class FragmentExchange:
         self.watch = NormWatch(islands.size, len(message_bytes), norm_limit)
 
     def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> Sent:
-        """Start gathering the differences of all islands, weighted by `amounts`. Collective, but does not wait."""
+        """Start gathering the differences of all islands, with weights `amounts`. Collective, but does not wait."""
         self._exchange.start(self._optimizer.encode(fragment))
         return Sent(fragment, normalized(amounts, {}), num_steps)
 
     def receive(self, sent: Sent) -> Received:
-        """Wait for the differences of all islands. All islands decide alike which are left out. Collective.
+        """Wait for the differences of all islands. All islands leave out the same ones. Collective.
 
         Raises:
-            TrainingError: The outer parameters of two islands differ, or the same island was left out too often.
+            TrainingError: The outer parameters of two islands differ, or an island was left out three times in a row.
         """
         fragment, weights, num_islands = sent.fragment, sent.weights, self._islands.size
         began = time.perf_counter()
@@ -143,7 +143,7 @@ class FragmentExchange:
 
 
 def _mean_cosine(norms: Sequence[float], mean_norm: float, weights: Sequence[float]) -> float:
-    """Return the mean cosine between the differences of two islands, weighted by the weights of both.
+    """Return the mean cosine over all pairs of islands' differences, weighted by the weights and norms of both.
 
     It follows from the norms alone, because the square of the mean contains the inner products of all pairs.
     """

@@ -28,9 +28,9 @@ from odc_mpi.training.islands.settings import check_schedule
 class OuterLoop:
     """Synchronizes islands that train separately (DiLoCo and Streaming DiLoCo, docs/islands.md).
 
-    Call `step` after each step of the optimizer and before `model.publish()`. Construct it on all ranks after the
-    model. With a `Loader` that has the same number of islands, divide the gradients by `minibatch.island_share` before
-    clipping, unless it is 0, and pass `minibatch.island_amounts` to `step`.
+    Construction is collective. Call `step` after each step of the optimizer and before `model.publish()`. With a
+    `Loader` that has the same number of islands, divide the gradients by `minibatch.island_share` before clipping,
+    unless the share is 0, and pass `minibatch.island_amounts` to `step`.
 
     Args:
         world: World that is divided into the islands.
@@ -48,8 +48,8 @@ class OuterLoop:
             differences that are not finite are left out.
 
     Raises:
-        UserError: There is a single island, the islands have another mode, or `sync_every`, `fragments` and `delay` do
-            not fit together.
+        UserError: There is a single island, the islands have another mode, the model's slices are not fp32, or
+            `sync_every`, `fragments` and `delay` do not fit together.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class OuterLoop:
         return merge_results(results)
 
     def average(self) -> SyncResult | None:
-        """Set outer and local parameters to the mean of the local ones. Collective.
+        """Set outer and local parameters to the weighted mean of all islands' local ones. Collective.
 
         Call this once, after the last `step` of a run and before `model.publish()`. A fragment in flight is applied
         first. Fragments that the last `step` has synchronized are left as they are. The outer optimizer is not used,
@@ -159,10 +159,10 @@ class OuterLoop:
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Context manager in which the model of each island has the outer parameters, for an evaluation. Collective.
+        """Context manager in which each island's model has the outer parameters. Collective on entry and on exit.
 
-        Collective on entry and on exit. If the enclosed code raises an exception, this rank's slices get their values
-        back, but are not published: the model can be saved, but not used.
+        If the enclosed code raises an exception, this rank's slices get their values back, but are not published: the
+        model can be saved, but not used.
         """
         slices = self._model.shard_parameters()
         local = [each.detach().clone() for each in slices]
@@ -213,7 +213,7 @@ class OuterLoop:
     def load_tensors(self, read: Callable[[str, str], torch.Tensor | None]) -> None:
         """Restore the tensors that `shared_tensors` and `island_tensors` return.
 
-        `read` returns this rank's slice of a parameter, given the kind of tensor and the parameter's name, or None.
+        `read` returns this rank's slice, given the kind of tensor and the parameter's name, or None if it is missing.
         """
 
         def read_all(kind: str, targets: Sequence[torch.Tensor]) -> bool:

@@ -20,7 +20,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    """Settings for islands, which are groups of ranks that together hold a full copy of the parameters."""
+    """Settings for islands, which are groups of ranks. Each group holds a full copy of the parameters."""
 
     by: Annotated[
         Literal["off", "node"] | int, "node: one island per node; N: islands of N ranks; off: shard over all ranks", _BY
@@ -48,7 +48,7 @@ class IslandsConfig:
 
 
 def check_islands(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if `values` enable islands with settings that do not support them. The error names `source`."""
+    """Raise `UserError`, beginning with `source`, if `values` (by dotted name) do not fit the islands that they enable."""
     if values.get("islands.by", "off") == "off":
         if values.get("islands.mode") == "outer":
             raise UserError(f"{source}: islands.mode: outer requires islands, got none: set islands.by")
@@ -61,7 +61,7 @@ def check_islands(values: Mapping[str, Any], source: str) -> None:
 
 
 def check_schedule(sync_every: int, fragments: int, delay: int, source: str = "") -> None:
-    """Raise `UserError` if fragments could not be synchronized one after the other. The error begins with `source`."""
+    """Raise `UserError`, beginning with `source`, unless `delay * fragments < sync_every` and `fragments` divides it."""
     if sync_every % fragments:
         raise UserError(
             f"{source}islands.fragments: expected a divisor of islands.sync_every, {sync_every}, got {fragments}"
