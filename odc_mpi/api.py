@@ -60,7 +60,7 @@ def shard_model(
             `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
-            keeps its dtype. Trainable slices narrower than float32 have float32 copies for the optimizer.
+            keeps its dtype. Slices of trainable parameters narrower than float32 have float32 copies for the optimizer.
         reduce_dtype: Dtype in which gradients are summed: float32, float64, or int64 for fixed-point numbers, whose
             sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
             dtypes in which trainable parameters are stored.
@@ -74,7 +74,7 @@ def shard_model(
             nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Likewise, for gradients that are accumulated locally and pushed once per minibatch.
+        gradient_cache_bytes: Likewise, memory for gradients that are summed locally and pushed once per minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require one-sided windows in host memory. The model closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards

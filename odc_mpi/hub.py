@@ -60,7 +60,7 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 
 def download_hint(path: str) -> str:
-    """Return the end of an error message, with the command that downloads `path`, or "" if that is not a Hub model."""
+    """Return the end of an error message: the command that downloads `path`, or "" if `path` is not a Hub model."""
     if (parsed := parse_name(path)) is None:
         return ""
     name, revision = parsed

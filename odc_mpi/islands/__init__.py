@@ -1,1 +1,1 @@
-"""Training on islands that synchronize seldom: encodings of the differences, and decisions about synchronization."""
+"""Training on islands that synchronize seldom: fragments, their encodings, and the outer optimizer."""

@@ -31,7 +31,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class FragmentPart:
-    """Part of a rank's slice number `index`: elements `[start, stop)` of the slice, at `offset` in the flat buffer."""
+    """Elements `[start, stop)` of a rank's slice number `index`, at `offset` in the flat buffer of a fragment."""
 
     index: int
     start: int
@@ -51,7 +51,7 @@ class Fragment:
         return [flat[part.offset : part.offset + part.stop - part.start] for part in self.parts]
 
     def select(self, slices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the view of each part in the rank's slices of all trainable parameters, each `[n]`."""
+        """Return the view of each part in the rank's slices of all trainable parameters."""
         return [slices[part.index][part.start : part.stop] for part in self.parts]
 
     def read(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -23,7 +23,7 @@ class NormWatch:
 
     For each fragment, there is an exponential moving average of the accepted norms of all islands. Contributions with a
     norm that is not finite or, after 10 synchronizations of the fragment, above the limit are left out. If this applies
-    to all islands, the finite ones are accepted. Ranks that pass the same norms decide the same.
+    to all islands, finite norms are accepted. Ranks that pass the same norms decide the same.
 
     Args:
         limit: Largest norm that is accepted, as a multiple of the mean. 0 accepts all finite norms.
@@ -40,10 +40,10 @@ class NormWatch:
 
         Args:
             fragment: Index of the fragment that is synchronized.
-            norms: For each island, the norm of the difference between outer and local parameters, per step.
+            norms: For each island, the norm of the fragment's outer minus local parameters, per step of training.
 
         Raises:
-            TrainingError: An island's contribution is left out for the third time in a row, whatever the fragments.
+            TrainingError: An island's contribution is left out for the third time in a row, in whatever fragments.
         """
         factors = [self._factor(fragment, norm) for norm in norms]
         left_out = {island: factor for island, factor in enumerate(factors) if not self._is_accepted(fragment, factor)}

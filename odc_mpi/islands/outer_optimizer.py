@@ -108,7 +108,7 @@ class OuterOptimizer:
         fragment.write(outer, self._slices)
 
     def average(self, index: int, mean: torch.Tensor) -> None:
-        """Set a fragment's outer and local parameters to all islands' mean local ones, given the `mean` difference."""
+        """Set a fragment's outer and local parameters to the mean of all islands' local ones: `outer - mean`."""
         fragment = self._fragments[index]
         outer = fragment.read(self.outer).sub_(mean)
         fragment.write(outer, self.outer)
@@ -133,7 +133,7 @@ def _sum_of_squares(flat: torch.Tensor) -> float:
 
 
 def normalized(weights: Sequence[float], excluded: Mapping[int, float]) -> list[float]:
-    """Set the weights of the islands in `excluded` to 0, and return all divided by their sum, or zeros if it is 0."""
+    """Return the weights with 0 for each island in `excluded`, divided by their sum, or zeros if the sum is 0."""
     kept = [0.0 if island in excluded else weight for island, weight in enumerate(weights)]
     total = sum(kept)
     return [weight / total for weight in kept] if total else kept

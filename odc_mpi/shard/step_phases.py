@@ -130,7 +130,7 @@ class Usage:
 
     @property
     def bytes_between_islands(self) -> int:
-        """Bytes per minibatch of gradients pushed to other islands and parameters received from them; 0 without any."""
+        """Bytes per minibatch of gradients to other islands and of parameters from them; 0 without islands."""
         exchange = self._transport.exchange
         return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
 

@@ -24,7 +24,7 @@ class GradientFormat(ABC):
         """Write gradients of array `index` to the push buffer `flat`, and zeros to all other elements of the buffer.
 
         Args:
-            segments: Pairs of an offset in `flat` and the gradient, of any shape, to write there, by ascending offset.
+            segments: Pairs of an offset in `flat` and a gradient of any shape to write there, by ascending offset.
             flat: Buffer, `[n]` of the gradient store's dtype.
         """
 

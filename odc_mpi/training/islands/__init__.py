@@ -1,1 +1,1 @@
-"""Settings for training on islands of ranks."""
+"""Training on islands of ranks: settings, outer loop, and checkpoints."""

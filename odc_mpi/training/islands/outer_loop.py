@@ -213,7 +213,7 @@ class OuterLoop:
     def load_tensors(self, read: Callable[[str, str], torch.Tensor | None]) -> None:
         """Restore the tensors that `shared_tensors` and `island_tensors` return.
 
-        `read` returns this rank's slice, given the kind of tensor and the parameter's name, or None if it is missing.
+        `read` returns this rank's slice of a tensor, given its kind and the parameter's name, or None if it is missing.
         """
 
         def read_all(kind: str, targets: Sequence[torch.Tensor]) -> bool:
