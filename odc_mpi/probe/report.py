@@ -86,8 +86,10 @@ class DeviceWindows:
     """Results for windows in device memory.
 
     Attributes:
+        names: Distinct names of the devices of all ranks.
         cuda_support: Result of MPIX_Query_cuda_support, if the MPI library has this function.
         mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it.
+        window: True if all ranks could create a window together.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results with host memory at the origin. `fetch_and_op` is not tried.

@@ -278,7 +278,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times."""
+    """Call `sample` for `budget_s` seconds, at least once, at most `max_repeats` times, and return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:
