@@ -178,7 +178,7 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant in which `push(i)` adds ones to the gradient of unit `i`. This rank owns `numel` of its elements."""
+    """Return a variant that calls `push(i)` to push ones to unit `i`. This rank owns `numel` elements of each unit."""
     num_pushes = np.zeros(num_units)
 
     def counted(i: int) -> None:

@@ -74,6 +74,7 @@ class SharedMemory:
         readable: True if the ranks on each node can read each other's data with load instructions.
         contiguous: True if the memory segments of the ranks on each node are contiguous.
         load_s: Time to read 64 bytes of another rank with load instructions, in seconds, including NumPy's overhead.
+            None also if no node has several ranks.
     """
 
     readable: bool | None = None

@@ -7,7 +7,7 @@
     staleness  for Get, the target writes a value with store instructions, or with a kernel on a device, and sends a
                message; the origin reads the value as soon as it has received the message. For Put and Accumulate on a
                device, the origin writes a value, flushes and sends a message; the target reads the value with a kernel
-               as soon as it has received the message, and clears it with another one before it replies
+               as soon as it has received the message, and clears it with a second kernel before it replies
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
 Only the origin's clock is used. The target receives the next command only after it has computed for the given time. The
