@@ -120,7 +120,7 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
     """Raise `UserError` if a setting has a value that some contenders do not support.
 
-    `comparable` maps setting names, such as `optim.device`, to the supported values.
+    `comparable` maps setting names, such as `optim.device`, to the supported values. The message names `command`.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

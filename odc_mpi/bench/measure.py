@@ -77,7 +77,7 @@ def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
 
 
 def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return the time of the slowest rank for each variant and round. Collective."""
+    """Return the time of the slowest rank for each variant and round, from the `times` of every rank. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
 
@@ -88,8 +88,8 @@ def entries(
     """Return one entry per variant for the JSON object of a benchmark.
 
     `times` contains the seconds per operation on `num_bytes` bytes, by variant and round. Each entry contains the
-    quartiles of `seconds` and `gb_per_s`, and the median speed relative to each of the variants in `references`, which
-    are functions of the variant's name, or None if there is no such variant.
+    quartiles of `seconds` and `gb_per_s` and, for each key of `references`, the median speed relative to a reference
+    variant, or None without one. The functions in `references` convert a variant's name to that of its reference.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:

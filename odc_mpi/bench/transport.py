@@ -80,7 +80,7 @@ class Variant:
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for each unit size in `sizes` (in bytes, multiples of 4), as a JSON object. Collective.
+    """Measure all variants for each unit size in `sizes` (bytes, multiples of 4). Returns a JSON object. Collective.
 
     Raises:
         AllRanksUserError: A node does not have enough memory available for one of the sizes.
@@ -149,7 +149,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units. `attributes` sets its other fields."""
+    """Return a variant that fetches units with the content of `is_whole`. `attributes` sets its other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -178,7 +178,7 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant in which `push` pushes a gradient of ones to a unit. This rank owns `numel` of its elements."""
+    """Return a variant that calls `push(i)` to push ones to unit `i`. This rank owns `numel` elements of each unit."""
     num_pushes = np.zeros(num_units)
 
     def counted(i: int) -> None:

@@ -74,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_time(time: str) -> str:
-    """Return `time` unchanged. Raises `UserError` if this time limit is too short, or if sbatch does not accept it."""
     match = _TIME.fullmatch(time)
     if not match:
         raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")

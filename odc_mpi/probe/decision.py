@@ -61,7 +61,7 @@ class CommSettings:
 
     @property
     def is_complete(self) -> bool:
-        """True if no choice needs a probe of the host."""
+        """True if no choice needs a probe of windows in host memory."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:

@@ -60,7 +60,6 @@ def summarize(report: ProbeReport) -> DeviceFindings:
 
 
 def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
-    """Return an operation's problem with the first kind of peer for which it had one, or None if it had none."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             problem = report.problem("from_device", kind, name)

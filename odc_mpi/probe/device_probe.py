@@ -66,8 +66,8 @@ def try_device(
 def device_cache_key(world: World, device: Device) -> dict[str, Any]:
     """Return the cache key of a report about windows on devices. Collective.
 
-    It has no host names, so the report is also valid on other nodes of the same kind. The version of the MPI library
-    does not determine that of UCX.
+    It names devices but no hosts, so the report is also valid on other nodes with the same devices. It also names the
+    loaded UCX library, whose version does not follow from that of the MPI library.
     """
     return {
         **cache.stack_key(MPI.Get_library_version()),

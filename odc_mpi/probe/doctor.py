@@ -55,8 +55,8 @@ def doctor(
 
     Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0.
 
-    `probe` is the command that starts the child process. On machines with a GPU, `DEVICE_S` is added to `deadline_s`.
-    If a time limit is exceeded, the results obtained so far are printed.
+    `probe` is the command that starts the child process. The time limits are `deadline_s` for the entire probe, plus
+    `DEVICE_S` on machines with a GPU, and `operation_s` for each trial. After a limit, the results so far are printed.
     """
     rank = launched_rank()
     if has_gpu():
@@ -100,9 +100,10 @@ def _report(result: ChildResult) -> ProbeReport:
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
-    """Cache the report for training runs: about devices unless the launcher ended the probe, else without problems.
+    """Cache the report for training runs.
 
-    Training runs do not try windows on devices themselves, so crashes in their trials are cached.
+    Results for the host are cached if there were no problems. Results for devices are cached even after a crash in a
+    trial, because training runs do not repeat these trials, but not if the launcher ended the probe.
     """
     keys = result.message.get("keys", {})
     if report.device is not None and result.failure != ENDED_BY_LAUNCHER:

@@ -43,12 +43,12 @@ class Buffer:
 
 
 class ProbeLink:
-    """Buffers of an origin, and the expected content of one target's window.
+    """Buffers of an origin, and the expected content of the window of `target`, a rank of the window's group.
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Operations update it.
-            Links with the same target share it.
+        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Checks update it. Links
+            with the same target share it.
         allocate: Function that creates a buffer with the given initial content.
         rotation: Number of elements by which the sent values are rotated, so that links send different values.
     """
@@ -156,7 +156,7 @@ class Accumulate(Write):
 
 
 class FetchAndOp(TrialOperation):
-    """Increments the counter and fetches its previous value. The check also reads it as the work queue does."""
+    """Increments the counter and fetches its previous value. The check reads the counter as the work queue does."""
 
     small_bytes = COUNTER_BYTES
     grows = False

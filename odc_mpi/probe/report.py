@@ -74,6 +74,7 @@ class SharedMemory:
         readable: True if the ranks on each node can read each other's data with load instructions.
         contiguous: True if the memory segments of the ranks on each node are contiguous.
         load_s: Time to read 64 bytes of another rank with load instructions, in seconds, including NumPy's overhead.
+            None also if no node has several ranks.
     """
 
     readable: bool | None = None
@@ -86,8 +87,10 @@ class DeviceWindows:
     """Results for windows in device memory.
 
     Attributes:
+        names: Distinct names of the devices of all ranks.
         cuda_support: Result of MPIX_Query_cuda_support, if the MPI library has this function.
         mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it.
+        window: True if all ranks could create a window together.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results with host memory at the origin. `fetch_and_op` is not tried.

@@ -7,7 +7,7 @@
     staleness  for Get, the target writes a value with store instructions, or with a kernel on a device, and sends a
                message; the origin reads the value as soon as it has received the message. For Put and Accumulate on a
                device, the origin writes a value, flushes and sends a message; the target reads the value with a kernel
-               as soon as it has received the message, and clears it with another one before it replies
+               as soon as it has received the message, and clears it with a second kernel before it replies
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
 Only the origin's clock is used. The target receives the next command only after it has computed for the given time. The
@@ -278,7 +278,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times."""
+    """Call `sample` for `budget_s` seconds, at least once, at most `max_repeats` times, and return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:

@@ -21,7 +21,7 @@ ABORT_GRACE_S = 10.0
 #: output: without this pause, a traceback once ended after its first line.
 FORWARD_S = 0.3
 STDERR = 2
-#: Prefix of the names of all threads of this package.
+#: Prefix of the names of this package's threads in processes that use MPI.
 THREAD_NAME_PREFIX = "odc_mpi"
 
 

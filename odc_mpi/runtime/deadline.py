@@ -21,13 +21,13 @@ SLEEP_S = 200e-6
 
 
 class Watchdog:
-    """Thread that calls `on_expiry` when a wait exceeds its deadline.
+    """Thread that calls `on_expiry` when a wait exceeds its deadline, which is `timeout_s` seconds after its beginning.
 
     Args:
         on_expiry: Function called in the watchdog thread with the description of the wait and its duration so far in
             seconds. It returns the number of seconds from now until the new deadline, or 0 to end the watchdog thread.
             It may also end the process.
-        on_poll: Function called in the watchdog thread at every check, at least once per second.
+        on_poll: Function called in the watchdog thread at each check, at least once per second unless `on_expiry` runs.
     """
 
     def __init__(
@@ -73,8 +73,6 @@ class Watchdog:
 
 @dataclass
 class _Wait:
-    """Description of a wait, and the times on the monotonic clock at which it began and will expire."""
-
     what: object
     began: float
     deadline: float

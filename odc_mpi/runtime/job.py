@@ -33,12 +33,12 @@ from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 #: Interval at which a rank that finalizes checks for ranks that wait for it in another collective, in seconds.
 STRANDED_POLL_S = 0.5
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
-#: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
+#: rank without a heartbeat in this time is stopped or dead. Meanwhile, equally old waits of other ranks expire, too.
 HEARTBEAT_S = 2.5
 #: Maximum duration of a wait for ranks that report progress, as a multiple of the limit for other waits.
 MAX_EXTENSION = 10
 #: Time for which a rank delays its abort if a lower rank has announced one, in seconds, so that only one rank prints a
-#: message after reading the status of all ranks, which takes up to two pauses and a few seconds.
+#: message after reading the status of all ranks, which takes up to twice `HEARTBEAT_S` and a few seconds.
 ABORT_DELAY_S = 12.0
 #: Time for which a failed rank waits for the errors of other ranks, in seconds, so that only one of the ranks with the
 #: same error prints a traceback.
@@ -46,10 +46,10 @@ SAME_ERROR_S = 0.5
 
 
 class Progress:
-    """Tasks that this rank runs for other ranks, such as adding received gradients to its shards. Thread-safe.
+    """Tasks that this rank runs for other ranks, such as adding received gradients to its shards.
 
-    Tasks run while this rank waits, while it fetches layers, and in a progress thread (setting `comm.progress`), so
-    ranks that wait for each other do not deadlock.
+    Tasks run while this rank waits, while it fetches units, and in a progress thread (setting `comm.progress`), so
+    ranks that wait for each other do not deadlock. Thread-safe, but only one thread may add and remove tasks.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Job:
 
     Attributes:
         places: Host of each rank, and its island if there are islands, for error messages.
-        status: Status window, or None before it is created and after it is freed, when messages name no late ranks.
+        status: Status window. It is None before creation and after being freed, and messages then name no late ranks.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
@@ -107,7 +107,7 @@ class Job:
         install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Create the status window. Collective."""
+        """Create the status window over the ranks of `comm`, and set `places` to their `hosts`. Collective."""
         self.rank, self.places = comm.Get_rank(), list(hosts)
         self.status = StatusWindow(comm)
 
@@ -219,7 +219,7 @@ class Job:
         return extension_s
 
     def _reported_by(self, error: str) -> int | None:
-        """Publish an error, and return the lowest rank below this rank that has the same error, or None."""
+        """Publish an error, and return the lowest nearby rank below this rank that has the same error, or None."""
         status = self.status
         if status is None:
             return None

@@ -21,7 +21,7 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def describe_layout(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
-    """Describe the hosts and the Slurm job in one line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12"."""
+    """Describe `World.layout` and the result of `slurm_job` in one line, such as "on node0 (4 ranks); Slurm job 12"."""
     named = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_LISTED]]
     more = len(layout) - len(named)
     if more:

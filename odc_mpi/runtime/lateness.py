@@ -83,7 +83,7 @@ def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], no
 
 
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait forever in a collective if this rank closed its world in number `collective`."""
+    """Return the ranks that would wait forever if this rank closed its world in the collective number `collective`."""
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
@@ -120,9 +120,9 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 def mark_missing_heartbeats(
     first: Mapping[int, Status | None], second: Mapping[int, Status | None]
 ) -> dict[int, Status | None]:
-    """Return the first of two readings of the status, with `heartbeat_missing` set if `heartbeat_number` is the same.
+    """Return the first of two readings, with `heartbeat_missing` set where `heartbeat_number` is the same in both.
 
-    If a rank answered only in the second reading, its status is taken from that reading.
+    If a rank answered only in the second reading, its status is taken from that reading. Aborting ranks are not marked.
     """
     result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():

@@ -31,7 +31,7 @@ _STOPPED = 75
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager for imports that pauses garbage collection, and exempts imported objects from it (`gc.freeze`).
+    """Context manager that pauses garbage collection during imports, and exempts imported objects (`gc.freeze`).
 
     torch and transformers create half a million permanent objects. Garbage collection would take a third of the import
     time, and each later full collection would take 0.2 s, at a different time on every rank.
@@ -70,7 +70,7 @@ def mpi_startup() -> Iterator[None]:
 
 @contextmanager
 def start_limit() -> Iterator[None]:
-    """Context manager that ends this process if its block, which starts MPI, takes too long. Main thread only."""
+    """Context manager that ends this process if MPI does not start within ODC_MPI_START_TIMEOUT_S. Main thread only."""
     try:
         seconds = float(os.environ.get("ODC_MPI_START_TIMEOUT_S", START_S))
     except ValueError:
@@ -99,7 +99,7 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
     """Call `work` on all ranks, close the world, and return the exit code of the process. Collective.
 
     A `UserError` that other ranks may not have raised, or an interrupt, aborts the whole job. After an error that all
-    ranks raise, rank 0 prints the error, and the world closes when the program ends.
+    ranks raise (`AllRanksUserError`, `TrainingError`), rank 0 prints it, and the world closes when the program ends.
     """
     from odc_mpi.runtime.abort import abort
 
@@ -125,7 +125,7 @@ def _report_stopped(stopped: StoppedError, rank: int) -> int:
     """Print that the run stopped as requested, and return the exit code.
 
     The exit code is 75. Some launchers end all ranks at the first nonzero exit code, and would kill slower ranks. For
-    these, ODC_MPI_STOPPED_FILE names a file that rank 0 creates, and the exit code is 0 if that succeeds.
+    these, if ODC_MPI_STOPPED_FILE names a file, rank 0 creates it and the code is 0, except on rank 0 if that fails.
     """
     path = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:

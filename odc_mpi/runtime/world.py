@@ -65,7 +65,7 @@ class World(AbstractContextManager["World"]):
         hosts: Host name of each rank.
         layout: Host name of each node, and the number of ranks on it.
         node_ranks: Ranks on this node, in the order of `local_rank`.
-        comm: Duplicate of the argument `comm`.
+        comm: Duplicate of the argument `comm`. `node_comm` contains only the ranks on this node.
         job: Deadlines, status and progress tasks of this process, shared by all of its worlds.
         progress: Tasks that this rank runs for other ranks while it waits.
         mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".

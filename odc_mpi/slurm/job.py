@@ -84,7 +84,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script and return the exit code of sbatch. Raises `UserError` if sbatch is not on the PATH."""
+    """Pass a script's text to sbatch, and return the exit code. Raises `UserError` if sbatch is not on the PATH."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")

@@ -56,7 +56,7 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> int:
-    """Return the rank assigned by the launcher, or 0 without one. Does not initialize MPI."""
+    """Return the rank under an MPI launcher, else the index of the Slurm task, else 0. Does not initialize MPI."""
     variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
     ranks = (os.environ.get(variable, "0") for variable in variables)
     return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
@@ -111,7 +111,7 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
     Args:
         command: Command that starts the child. The file descriptor for messages is appended as its last argument.
         deadline_s: Time in seconds after which a child is considered to have failed.
-        quiet_s: The same, for the time without a message from the child of rank 0.
+        quiet_s: Time in seconds since its last message after which the child of rank 0 is considered to have failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())

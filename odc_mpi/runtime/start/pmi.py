@@ -60,7 +60,7 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def srun_advice() -> str | None:
-    """Return advice on srun's --mpi option if MPI fails to start, or None outside Slurm jobs."""
+    """Return advice on srun's --mpi option for users whose MPI does not start, or None outside Slurm jobs."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"srun --mpi must be {kinds}: srun --mpi=list shows the available types." if _is_slurm() else None
 
@@ -90,8 +90,8 @@ def _is_slurm() -> bool:
 class PmiRelay:
     """Relay for messages between a child process and a launcher that uses PMI. Does nothing under other launchers.
 
-    The child's requests to abort the job are not forwarded, but set `abort_requested`. In PMI 1 and PMI 2, each message
-    arrives in one read and is answered before the next message is sent.
+    The child needs the variables in `environment`. Its requests to abort the job are not forwarded, but set
+    `abort_requested`. In PMI 1 and PMI 2, a message arrives in one read and is answered before the next one is sent.
     """
 
     def __init__(self) -> None:
