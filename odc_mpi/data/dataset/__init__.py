@@ -16,7 +16,7 @@ it does not contribute to the loss.
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for
-display), `num_untrained_dropped` and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options,
+display), `num_untrained_dropped` and `num_bad_lines` (see `FilterCounts`), `request` (digest of the sources, options,
 tokenizer and versions that `prepare` used) and `sources` (digest of the `DataSource.origin` of all sources). Attributes
 are written last, so a file without attributes is unfinished.
 
