@@ -76,7 +76,7 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize prompts. Raises the errors of `read_prompts` (also for columns) and `encode_prompts`."""
+        """Tokenize all prompts. Raises the errors of `read_prompts` and `encode_prompts`, also for invalid columns."""
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []

@@ -153,7 +153,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
     """Return a balance strategy whose microbatches are the same for any number of ranks.
 
     The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, `pack` forms the
-    microbatches with `packing_cost`, which never changes, except for "local_sort", which does not pack. The strategy's
+    microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack. The strategy's
     argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
     """
 
