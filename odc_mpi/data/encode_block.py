@@ -51,10 +51,11 @@ class FilterCounts:
     """Counts of invalid records, of truncated, split and dropped sequences, and of their tokens.
 
     Attributes:
-        bad_lines: Error messages of the first three invalid records.
+        num_bad_lines, bad_lines: Number of invalid records, and error messages of the first three.
         num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
         num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
             length, or are pairs whose answers do not differ there.
+        num_split, num_split_turns: Number of split plain texts, and of conversations with several sequences.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing in the first of these conversations.
@@ -208,6 +209,7 @@ def encode_blocks(
         blocks: Blocks, each with the index of its source and the names of its columns.
         worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
             chat template that replaces the tokenizer's own, or None; options for sequences.
+        num_proc: Number of worker processes.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()

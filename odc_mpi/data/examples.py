@@ -184,8 +184,8 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without a completion.
 
     The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`. Final
-    assistant messages are removed. Conversations may also have the fields `system` and `tools`. Raises an
-    `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
+    assistant messages after the first message are removed. Conversations may also have the fields `system` and `tools`.
+    Raises an `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):

@@ -103,7 +103,7 @@ class Minibatch:
         """Yield the microbatches of this rank, then those that it claims from its island's pool, one at a time.
 
         `claim` is a function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-        positions in the pool. Each position must be yielded on exactly one rank of the island.
+        positions in the pool. Each position must be yielded on exactly one rank of the island. Chunks are omitted.
         """
         yield from self._fixed()
         pool = self.plan.pool_of(self.rank)
@@ -134,7 +134,7 @@ class ShuffledSampler:
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position from `state_dict`. Raises a `UserError` if it is outside the data set."""
+        """Continue at the position `state` from `state_dict`. Raises a `UserError` if it is outside the data set."""
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(
@@ -196,7 +196,7 @@ class Loader(ShuffledSampler):
             minibatch_sequences: Number of sequences in a minibatch over all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
             balance: Name of one of `data.plan.balance.BALANCE_STRATEGIES`.
-            rank: Rank whose microbatches the minibatches yield.
+            rank, size: Rank whose microbatches the minibatches yield, and number of ranks.
             context_parallel: True to plan with `split_longest`, regardless of `balance` and `exact`. Requires `packs`
                 and a single island.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They

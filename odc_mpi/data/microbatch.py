@@ -26,7 +26,7 @@ class Microbatch:
         num_tokens: Number K of loss tokens.
         num_input_tokens: Number T of tokens.
         indices: Data set indices of the sequences, pairs or prompts, int64 [n].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K].
+        logit_positions: Indices, from 0 to T - 1, of the tokens whose logits predict the loss tokens, int64 [K].
         targets: Loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """

@@ -15,7 +15,7 @@ def check_outputs(
     """Check that `prepare` may write these files, and return a line of text for each data set that it would replace.
 
     Raises `UserError` if a file is an input or would become part of one, exists but is not a data set, was made from
-    sources with another `origin` (see `DataSource.origin`) although `force` is False, or cannot be accessed.
+    sources with a digest other than `origin` (see `read_origin`) although `force` is False, or cannot be accessed.
     """
     replaced = []
     for path in paths:

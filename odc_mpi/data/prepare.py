@@ -259,7 +259,7 @@ def _check_skipped(message: str, options: PrepareOptions) -> None:
 
 
 def _check_kinds(kinds: dict[bool, str], block: EncodedBlock) -> None:
-    """Raise a `UserError` if pairs are mixed with other examples. Adds the kinds of the block to those of others."""
+    """Raise a `UserError` if pairs are mixed with other examples. Adds `block.kinds` to those of earlier blocks."""
     for is_pair, location in block.kinds.items():
         kinds.setdefault(is_pair, location)
         if len(kinds) > 1:
@@ -289,7 +289,7 @@ class _Reader:
         self._columns, self._options, self._progress = Columns(options.columns), options, progress
 
     def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Columns]]:
-        """Yield blocks of all sources, each with the index of its source and the names of its columns."""
+        """Yield blocks, each with the index and the columns of its source. The progress bar displays `num_tokens()`."""
         total = self._mixture.num_bytes or None
         task, begin = self._progress.add_task(description, total=total), time.monotonic()
         for index, block in self._mixture.read(lambda num_bytes: self._progress.advance(task, num_bytes)):

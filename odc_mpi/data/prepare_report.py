@@ -26,7 +26,7 @@ class PrepareReport(FilterCounts):
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
-        shares: Name, number of sequences and number of loss tokens of each source, if there are 2 to 50 sources.
+        shares: Name and numbers of sequences and loss tokens, including held-out, of each source, if there are 2 to 50.
         folders: For each source that is a folder, a line of text about its files.
         elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
     """
@@ -58,7 +58,7 @@ class PrepareReport(FilterCounts):
             share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
 
     def finish(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Set the sizes of the data sets, and return the counts to store in them, keyed by name."""
+        """Copy the sizes of the data sets from their writers, and return the counts to store in them, keyed by name."""
         for name in ("num_sequences", "num_tokens", "num_trained_tokens", "num_prompt_tokens", "longest"):
             setattr(self, name, getattr(writer, name))
         self.num_eval_sequences = sum(each.num_sequences for each in held_out)

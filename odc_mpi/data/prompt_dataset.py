@@ -68,7 +68,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
 
 
 class PromptDataset:
-    """All prompts of a file, in memory.
+    """All prompts of a file, in memory. `vocab_size`, `max_token_id` and `vocabulary` are as in `Dataset`.
 
     Attributes:
         lengths: Number of tokens in each prompt, int64 [n].
@@ -76,7 +76,7 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize the prompts. Raises a `UserError`, which names `setting`, if anything is invalid."""
+        """Tokenize all prompts. Raises the errors of `read_prompts` and `encode_prompts`, also for invalid columns."""
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []

@@ -38,7 +38,7 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
 
 
 def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.int64], int]]:
-    """Yield the title of each part of a row, the indices of its context and itself, and the length of the context."""
+    """Yield each part of a sequence: title, token indices of its context and the part, length of the context."""
     complete = np.arange(dataset.lengths[index])
     if dataset.pair_counts is None:
         yield "", complete, 0

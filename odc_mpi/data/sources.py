@@ -92,7 +92,7 @@ class DataSource:
         return sum(count_file[_is_parquet(file)](file) for file in self.files)
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-        """Yield the examples in blocks, and pass the number of bytes read since the last call to `on_bytes_read`."""
+        """Yield the examples in blocks, and call `on_bytes_read` with the number of bytes read since its last call."""
         if self.dataset is not None:
             yield from arrow.read_rows(self.name, self.dataset, on_bytes_read, self.num_bytes)
         elif not self.files:

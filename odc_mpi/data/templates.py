@@ -54,9 +54,9 @@ class ChatRenderer:
     Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
     rejects the messages.
 
-    `split_turns` is "never" for one example per conversation, "always" for one example per answer to train on, which
-    ends with this answer, or "auto" for one example per conversation if later messages do not change the text of
-    earlier ones, except for special tokens after a turn, and one example per answer otherwise.
+    `split_turns` is "never" for one example per conversation, or "always" for one example per answer to train on, which
+    ends with this answer. "auto" is "always" for a conversation in which later messages change the text of earlier
+    ones, other than special tokens after a turn, and "never" otherwise.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:

@@ -109,7 +109,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a tokenizer with transformers from the contents of its files, which are keyed by file name.
 
-    `location` is the place from which they were read. For it, `setting` and the errors, see `load_tokenizer`.
+    `location`, from which the files were read, and `setting` are for errors, which `load_tokenizer` describes.
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads only directories
         write_files(files, Path(name))
@@ -138,8 +138,8 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer beside a model of type
-    qwen2.
+    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer whose directory contains
+    a model of type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -81,7 +81,7 @@ def simulate_dynamic(
     """Simulate ranks that claim the next microbatch when they become idle.
 
     Rank `r` can claim microbatches from time `available_at[r]` on. Microbatch `k` takes `duration(r, k)` on rank `r`
-    and begins at `ready[k]` at the earliest. The rank that has been idle the longest, or the lowest, claims first.
+    and begins at `ready[k]` at the earliest. The rank that became idle first, or the lowest of several, claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

@@ -70,7 +70,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return the known distribution `name`, or that of the data set `name`. Raises `UserError` if there is neither."""
+    """Return the known distribution `name`, or that of the data set at this path. Raises a `UserError` otherwise."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

@@ -17,7 +17,7 @@ LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. If `is_size`, it is in bytes and may have a suffix (512M)."""
+    """Inclusive bounds and help text of an option. If `is_size`, the value is in bytes and may have a suffix (512M)."""
 
     minimum: float
     maximum: float
@@ -34,10 +34,8 @@ class ScenarioOptions:
     """Options of a simulated run. Raises a `UserError` that names the option if a value is out of bounds.
 
     Attributes:
-        speed_variation: Standard deviation of a rank's speed, which is log-normal with mean 1, and new in each
-            minibatch.
-        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost, which is log-normal with
-            mean 1.
+        speed_variation: Standard deviation of a rank's speed, log-normal with mean 1, sampled in each minibatch.
+        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost, log-normal with mean 1.
         num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
         wire: Number format, a key of `WIRE_BYTES`, in which an outer loop sends parameters between islands.

@@ -132,8 +132,8 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
     `speedup` (over collective/barrier), `idle_fraction` and `step_s` contain a number for each schedule and for the
     lower bound, `BOUND`. `timeline` maps each schedule to the intervals in which each rank generates or trains in the
-    first minibatch (see `simulate.summarize`). `generation_fraction` is the fraction of busy time in which
-    collective/barrier generates.
+    first minibatch (see `simulate.summarize`). `generation_fraction` is the fraction of the busy time of
+    collective/barrier in which ranks generate.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

@@ -236,7 +236,7 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
 def recommend_batch_size(scenario: Scenario) -> str:
     """Simulate each number of sequences per rank in `PER_RANK`, and return a table of results and a recommendation.
 
-    It recommends the smallest number of sequences per rank whose throughput is within 2% of the best.
+    The recommendation is the smallest number of sequences per rank whose throughput is within 2% of the best.
     """
     lines = [f"{'sequences':>12}{'speed-up':>12}{'':20}{'idle':>12}{'sequences':>14}"]
     lines.append(f"{'per rank':>12}{'lb_mini':>12}{'dynamic':>10}{'split':>10}{'dynamic':>12}{'per s':>14}")

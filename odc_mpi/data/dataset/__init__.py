@@ -10,13 +10,13 @@
 | `report`             | uint8  | [num_bytes]  | counts of `prepare` as JSON                                           |
 | `tokenizer/NAME`     | uint8  | [num_bytes]  | each file of the tokenizer                                            |
 
-In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected answer, and there is
-another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is never predicted, so
-it does not contribute to the loss.
+There are n sequences. In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected
+answer, and there is another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is
+never predicted, so it does not contribute to the loss.
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for
-display), `num_untrained_dropped` and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options,
+display), `num_untrained_dropped` and `num_bad_lines` (see `FilterCounts`), `request` (digest of the sources, options,
 tokenizer and versions that `prepare` used) and `sources` (digest of the `DataSource.origin` of all sources). Attributes
 are written last, so a file without attributes is unfinished.
 

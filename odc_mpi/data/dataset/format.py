@@ -76,7 +76,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the hexadecimal SHA-256 digest of all arrays of a data set except the tokens and the loss mask."""
+    """Return the hexadecimal SHA-256 digest of the concatenated arrays, such as those for the attribute `content`."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 

@@ -99,8 +99,8 @@ class Dataset(AbstractContextManager["Dataset"]):
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Read a sequence, and return its tokens, int64 [length], and its loss mask, bool [length].
 
-        Raises a `DamagedDatasetError` if the sequence cannot be read, or differs from the one that was written, and a
-        `ValueError` if the data set is closed.
+        Raises a `DamagedDatasetError` if the sequence cannot be read, or differs from the one that was written, an
+        `IndexError` if `index` is negative or too large, and a `ValueError` if the data set is closed.
         """
         if not self._file:
             raise ValueError(f"the data set {str(self.path)!r} is closed")
@@ -162,7 +162,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 def verify_dataset(path: Path) -> str:
     """Read and verify the complete contents of a data set, and return a line of text that describes it.
 
-    Raises a `UserError` if the file is not a data set or is damaged. The message names the first damaged sequences.
+    Raises the errors of `Dataset`, and a `DamagedDatasetError` that names the indices of the first damaged sequences.
     """
     with Dataset(path) as dataset:
         damaged: list[int] = []
@@ -185,7 +185,7 @@ def verify_dataset(path: Path) -> str:
 
 
 def read_origin(path: Path) -> str:
-    """Return the digest of the origins of a data set's sources, or "" if it is missing or the file is damaged."""
+    """Return the digest of the origins of a data set's sources, or "" if the file or the digest cannot be read."""
     try:
         with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
             return read_text(file.attrs, "sources")

@@ -68,15 +68,15 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Set attributes of the file or the dataset `report`, to be written when the `with` body ends normally."""
+        """Set attributes to write when the `with` body ends normally. The text of `report` is written as a dataset."""
         self._attributes.update(attributes)
 
     def append(
         self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
     ) -> None:
-        """Append a sequence: its tokens, uint32 [length], and loss mask, bool [length]. Either all are pairs, or none.
+        """Append a sequence: its tokens, uint32 [length], and loss mask, bool [length].
 
-        At least one token after the first must be a loss token.
+        At least one token after the first must be a loss token. Either all sequences have a `pair`, or none.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"

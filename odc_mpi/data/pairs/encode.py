@@ -21,7 +21,7 @@ class _Answer(NamedTuple):
     loss_mask: npt.NDArray[np.bool_]
 
     def truncate(self, length: int | None = None) -> "_Answer":
-        """Return the first `length` tokens up to the last loss token, because later tokens do not affect the loss."""
+        """Return the tokens up to the last loss token of the first `length`, since others do not affect the loss."""
         loss = np.flatnonzero(self.loss_mask[:length])
         end = loss[-1] + 1 if len(loss) else 0
         return _Answer(self.tokens[:end], self.loss_mask[:end])
@@ -53,7 +53,7 @@ class EncodedPair(Encoded):
     def truncate(self, length: int | None) -> "EncodedPair":
         """Return the pair with answers truncated so that the prompt and either answer have at most `length` tokens.
 
-        Tokens after the last loss token of each answer are removed, too. A longer prompt is not truncated.
+        Tokens after the last loss token of each answer are removed, too. A prompt longer than `length` is kept.
         """
         num_prompt = self.pair.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
@@ -68,7 +68,7 @@ class EncodedPair(Encoded):
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
     """Tokenize pairs, and return, for each pair, a list that contains one `EncodedPair`.
 
-    Each answer is tokenized together with its prompt. The prompt of the pair consists of the tokens with which both
+    Each answer is encoded after its prompt (`encode`). The prompt of the pair consists of the tokens with which both
     sequences begin, up to the first loss token of either sequence, or for texts without a prompt up to the first
     difference. Each answer has at least one token. Raises the errors of `encode`, and an `InvalidRecordError` if the
     chat template requires one sequence per turn, or the two sequences are equal or begin with different tokens.

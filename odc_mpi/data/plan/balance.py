@@ -153,8 +153,8 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
     """Return a balance strategy whose microbatches are the same for any number of ranks.
 
     The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, `pack` forms the
-    microbatches with `packing_cost`, which never changes. The strategy's argument `cost` affects only the assignment to
-    ranks. Raises a `UserError` if `name` is "lb_micro", whose microbatches depend on the number of ranks.
+    microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack. The strategy's
+    argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -196,10 +196,10 @@ def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> Ba
 def plan_islands(
     lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
 ) -> Plan:
-    """Divide a minibatch among islands that train separately, and plan each part without split sequences.
+    """Divide a minibatch among islands that train separately, and plan the part of each island.
 
-    The parts have about equal costs. The costliest one goes to another island in each minibatch, depending on
-    `minibatch_number`. `plan_island` plans sequences, given their lengths, for the ranks of one island.
+    The parts have about equal costs. `minibatch_number` rotates the parts among the islands. `plan_island` plans
+    sequences, given their lengths, for the ranks of one island. With several islands, it must not split sequences.
     """
     if num_islands == 1:
         return plan_island(lengths)

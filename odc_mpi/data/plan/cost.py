@@ -55,8 +55,8 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostMo
     Matrix products need 6 N FLOPs per token for N parameters (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
     Attention needs 6 s² h FLOPs per layer for s tokens under a causal mask: the scores and the weighted sum of the
     values need s² h each in the forward pass, and twice as much in the backward pass. Recomputation is not counted. N
-    includes the output head but not the embedding table. h is the number of attention heads times their dimension. The
-    constant cost is that of `MICROBATCH_TOKENS` tokens.
+    (`num_parameters`) includes the output head but not the embedding table. h (`hidden_size`) is the number of heads
+    times their dimension. The constant cost is that of `MICROBATCH_TOKENS` tokens without attention.
     """
     linear = 6.0 * num_parameters
     return CostModel(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)

@@ -1,8 +1,8 @@
 """Packing a minibatch into microbatches that idle ranks claim, costliest first.
 
 The end times of ranks differ by up to one microbatch, so the last microbatches must be small. However, each microbatch
-has a constant cost, so there should be few of them. Therefore, each packing consists of a few large microbatches per
-rank and a tail of small microbatches with the shortest sequences, as in factoring (Hummel, Schonberg and Flynn,
+has a constant cost, so there should be few microbatches. Therefore, most packings consist of a few large microbatches
+per rank and a tail of small microbatches with the shortest sequences, as in factoring (Hummel, Schonberg and Flynn,
 "Factoring: a method for scheduling parallel loops", 1992). Of several packings, the one with the earliest end, averaged
 over equal and different rank speeds (`SPREADS`), is used.
 
@@ -37,11 +37,11 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Pack a minibatch into microbatches. Returns the positions in `lengths` for each microbatch, costliest first.
+    """Pack a minibatch for `size` ranks. Returns microbatches of positions in `lengths`, costliest microbatch first.
 
-    `lengths`, int64 [n], n > 0, and `costs`, float64 [n], are those of the sequences. `constant` is the cost of a
-    microbatch in addition to that of its sequences. `available_at` contains, for each value in `SPREADS`, the time at
-    which each rank starts to claim, in units of cost, float64 [size]; None if all ranks start at 0.
+    `lengths` (int64 [n], n > 0, each at most `max_tokens`) and `costs` (float64 [n]) are of the sequences. `constant`
+    is the cost of a microbatch in addition to that of its sequences. `available_at` contains, for each value in
+    `SPREADS`, the time at which each rank starts to claim, in units of cost, float64 [size]; None if all start at 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
@@ -66,8 +66,8 @@ def makespan(
     """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in the given order.
 
     `work` contains the cost of each item, float64 [n]. Costs are multiplied by factors from `1 - spread` on the first
-    rank to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim items, float64
-    [size]; None if all ranks start at 0.
+    of `size` ranks to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim
+    items, float64 [size]; None if all ranks start at 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)

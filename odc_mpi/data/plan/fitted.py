@@ -47,9 +47,9 @@ class FittedCostModel:
 
     The fit minimizes relative errors, so short microbatches matter as much as long ones. The more the time of a
     microbatch exceeds the expected time, the smaller its weight. The expected time is the current cost times this
-    rank's median ratio of time to cost. Ranks may have different speeds. If the data does not determine the
-    coefficients, for example because all lengths are equal, their ratios are those in `prior`, the cost model to use
-    until there is enough data, in any unit.
+    rank's median ratio of time to cost. Ranks may have different speeds. Until there is enough data, the cost model is
+    `prior`, in any unit. If the data does not determine the coefficients, for example because all lengths are equal,
+    their ratios are those in `prior`.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -120,7 +120,7 @@ class FittedCostModel:
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the fit from `state_dict()` on any number of ranks, and drop observations not yet reported."""
+        """Restore the fit from `state_dict()` on any number of ranks, and drop this rank's observations."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)

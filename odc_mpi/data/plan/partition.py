@@ -94,7 +94,7 @@ def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[i
 
 
 def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Return the positions of the first high and low item whose difference is closest to half of `gap`."""
+    """Return positions in `high` and `low` of the costs whose difference is closest to half of `gap`. Ties: first."""
     order = np.argsort(low, kind="stable")
     rising = low[order]
     above = np.searchsorted(rising, high - gap / 2)
@@ -177,8 +177,8 @@ def even_fit(
 ) -> list[list[int]]:
     """Pack items by decreasing cost into bins of about equal cost, and return the indices of the items in each bin.
 
-    Each item, with a size, int64 [n], at most `capacity`, and a cost, float64 [n], goes into the cheapest bin, or into
-    a new bin if that bin would exceed `capacity` or `max_cost`.
+    `sizes`, int64 [n], are at most `capacity`, and `costs` are float64 [n]. Each item goes into the cheapest bin, or
+    into a new bin if the cheapest would exceed `capacity` or `max_cost`.
     """
     bins: list[list[int]] = []
     totals: list[tuple[float, int, int]] = []  # heap of the cost, the index and the size of each bin

@@ -49,7 +49,7 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows. Raises a `UserError` if the file cannot be read, or if pyarrow is missing."""
+    """Return the number of rows in a Parquet file. Raises a `UserError` if it cannot be read, or pyarrow is missing."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 

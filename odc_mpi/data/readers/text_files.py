@@ -208,7 +208,7 @@ class _JsonArray:
     def next_element(self) -> tuple[Any, int]:
         """Return the next element and its number of characters.
 
-        Raises `StopIteration` at the end of the array or the file, and `ValueError` for invalid text.
+        Raises `StopIteration` after the array, or if the file ends before an element; `ValueError` for invalid text.
         """
         following = self._peek()
         if following == "]":
@@ -229,7 +229,7 @@ class _JsonArray:
         return value, end - begin
 
     def skip_invalid(self, error: ValueError) -> str:
-        """Skip to the next object that begins with the key of the last element, and return an error message."""
+        """Skip to the next object with the first key of the last or the invalid element. Returns an error message."""
         place, reason = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (self._position, error)
         found = self._text[place : place + _SHOWN_CHARS]
         problem = f"invalid JSON ({reason}) at character {self._offset + place + 1:,}, {found!r}; "
