@@ -23,7 +23,7 @@ class GenerateArguments:
     `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run: a
     number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
     tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat`
-    uses none. If `out` is None, completions are printed. For other options, see `load_model` and `shard_model`.
+    uses none. If `out` is None, completions are printed. See also `read_examples`, `load_model` and `shard_model`.
     """
 
     source: Path
