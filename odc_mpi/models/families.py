@@ -65,8 +65,7 @@ def build_for_training(
     Args:
         build: Function that builds the model with the given attention implementation of transformers; None selects the
             model's default. A `UserError` that it raises must be chained to the exception of transformers.
-        setting: Name of the setting with which error messages begin.
-        attn_implementation: "sdpa" or "eager".
+        setting, attn_implementation: Name of the setting with which error messages begin, and "sdpa" or "eager".
     """
     module: Any
     try:
