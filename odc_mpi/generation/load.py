@@ -23,7 +23,7 @@ class GenerateArguments:
     `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run: a
     number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
     tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat`
-    uses none. If `out` is None, completions are printed. For other options, see `load_model` and `shard_model`.
+    uses none. If `out` is None, completions are printed. See also `read_examples`, `load_model` and `shard_model`.
     """
 
     source: Path
@@ -55,6 +55,7 @@ class GenerationModel:
 def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
     """Load the model `arguments.source` and its tokenizer. For `rank` and `size`, see `load_model`.
 
+    Dtypes are those of `load_model`, except that a full model in a Hugging Face directory has its `stored_dtype`.
     Raises `UserError` if the model, checkpoint or tokenizer is missing or damaged, or if the model is a reward model.
     """
     path, step, base = arguments.source, arguments.step, arguments.base

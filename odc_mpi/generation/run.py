@@ -215,7 +215,8 @@ def chat(arguments: GenerateArguments, world: World, system: str | None = None) 
 
     The conversation consists of the `system` message, if given, and all questions and answers so far. If generation
     fails, for example because the conversation is too long, an error is printed and a new conversation begins. Raises
-    `AllRanksUserError` if there are several ranks, the model cannot be used, or its tokenizer has no chat template.
+    `AllRanksUserError` if there are several ranks, the model cannot be used, or its tokenizer has no chat template, and
+    `UserError` if the device or the MPI library cannot be used.
     """
     if world.size > 1:
         raise AllRanksUserError(f"chat: expected one process, got {world.size} ranks: start it without mpiexec")

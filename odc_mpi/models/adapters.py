@@ -1,6 +1,6 @@
 """LoRA adapters: small trainable matrices that peft adds to the weights of a frozen base model.
 
-peft modifies the model on the meta device, so this module allocates no memory for parameters. The result is the
+peft modifies the model on the meta device, so no memory is allocated for parameters. The result is the
 transformers model with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
@@ -57,8 +57,8 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
     Args:
         meta_model: Base model. Its module is modified in place.
-        settings: Settings of peft's `LoraConfig`, or the content of adapter_config.json. Entries that are not in
-            `SETTINGS` or `OPTIONAL_SETTINGS` are ignored.
+        settings: Settings of peft's `LoraConfig`, or the content of adapter_config.json: all `SETTINGS`, and any of
+            `OPTIONAL_SETTINGS`. Other entries are ignored.
         seed: Seed for the initial adapter weights.
         dtype: Dtype of the base parameters and, as in peft, of the copies in `modules_to_save`. Adapters are float32.
     """

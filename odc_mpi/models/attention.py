@@ -40,7 +40,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Return causal attention to this and earlier chunks, shaped like `query`. One-sided; waits for the chunks."""
+        """Return causal attention to this and earlier chunks, shaped like `query`. One-sided; waits for the latter."""
 
 
 def packed_attention(
@@ -64,14 +64,14 @@ def packed_attention(
     """Compute causal attention within each packed sequence, with the signature of a transformers attention function.
 
     Args:
-        query: Queries, `[batch, heads, tokens, head_dim]`.
-        key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
+        query: Queries, `[1, heads, tokens, head_dim]`.
+        key, value: Keys and values, `[1, key_value_heads, tokens, head_dim]`. The `head_dim` of values may differ.
         attention_mask: Window size and chunk size of local attention, int64 `[2]`, one of which is 0 (unlimited). None
             means global attention.
+        dropout: Probability of dropping an attention weight.
         scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
         sliding_window: Number of most recent tokens that a token attends to, including itself. None means all.
-        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. If None, they
-            are computed from `position_ids`.
+        cu_seq_lens_q: Sequence boundaries, int32 `[sequences + 1]` in host memory. None: computed from `position_ids`.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
             than tokens shares a prompt: it also attends to the first n tokens of the nearest earlier sequence that has
             as many keys as tokens. None means that no prompts are shared. Ignored if `cu_seq_lens_q` is None.
@@ -84,7 +84,7 @@ def packed_attention(
         chunk: Chunk that the tokens form if their sequence is split. They then also attend to all earlier chunks.
 
     Returns:
-        Output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
+        Output, `[1, tokens, heads, head_dim]` with the `head_dim` of values, and None in place of attention weights.
 
     Raises:
         PackingUnsupportedError: The layer needs more than causal attention, or the model passes no sequence boundaries.

@@ -68,8 +68,8 @@ def from_config(
 ) -> MetaModel:
     """Build a model from `settings`, with random weights that depend on `seed` but not on the number of ranks.
 
-    Raises `UserError` if in `settings` (the value of `model.config`), `model_type` is missing or unknown, or
-    transformers does not accept a setting; or the model is multimodal or cannot be trained.
+    `settings` is the value of `model.config`. Raises `UserError` if `model_type` is missing or unknown there, if
+    transformers does not accept a setting, or if the model is multimodal or cannot be trained.
     """
     model = _with_random_weights(_make_config(settings), "model.config", attn_implementation, task, seed)
     _require_buffers(model.module, "model.config")

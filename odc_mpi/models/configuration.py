@@ -31,7 +31,7 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: object) -> str:
-    """Return the reason for rejecting an attention implementation, in parentheses, or "" if no reason is known."""
+    """Return the reason for rejecting an attention implementation, as " (REASON)", or "" if no reason is known."""
     reasons = (reason for prefix, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(prefix))
     return next((f" ({reason})" for reason in reasons), "")
 
@@ -103,7 +103,8 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
     """Return the first significant setting in which a model differs from a checkpoint.
 
     `metadata` is taken from the checkpoint's manifest, and `config` is the model's `full_configuration`. The result is
-    the dotted name of the setting and its values in the checkpoint and in `config`, or None if there is none.
+    the dotted name of the setting and its values in the checkpoint and in `config`, or None if no setting differs. A
+    setting that only one of the two has is ignored if another version of transformers saved the checkpoint.
     """
     theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()

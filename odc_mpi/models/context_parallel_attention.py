@@ -62,7 +62,7 @@ class ContextParallelAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute the attention output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
 
-        For the tensors and `scaling`, see `attention.packed_attention`. The batch size is 1. `layer` counts from 0.
+        For tensors and `scaling`, see `attention.packed_attention`. Values are shaped like keys. `layer` counts from 0.
         """
         exchange.publish_kv(layer, (key, value))
         output, lse = _attend(query, key, value, scaling, causal=True)
@@ -170,7 +170,7 @@ def _attend_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `query`, `key` and `value` for attention to the given keys."""
+    """Return the gradients of `query`, `key` and `value`. `output` and `lse` are those merged over all chunks."""
     kernel, head_dim, num_tokens = _choose_kernel(query), query.shape[3], query.shape[2]
     gradients: Sequence[torch.Tensor]
     if kernel is _Kernel.CPU:

@@ -55,8 +55,6 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
 
 
 class _AttentionRecorder(SequenceChunk):
-    """Chunk that records the calls to `attend`."""
-
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.layers: list[int] = []

@@ -35,8 +35,8 @@ class Prompt(NamedTuple):
 def generation_mode(module: Any) -> Iterator[DecodeFn]:
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
-    `module` is a transformers causal language model, or the `module` of a sharded model. In the `with` block, it uses
-    the attention of transformers. The model and the state of PyTorch's random number generators are restored on exit.
+    `module` is a transformers causal language model, or the `module` of a sharded one. In the `with` block, the model
+    uses transformers' attention. Its modes and settings, and PyTorch's random number generators, are restored on exit.
     Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
@@ -89,6 +89,6 @@ def _with_cache(module: Any) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Return a context manager that unshards a model if it fits in its parameter cache. One-sided on entry."""
+    """Return a context manager that unshards a model if its parameter cache is large enough. One-sided on entry."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

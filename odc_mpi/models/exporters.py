@@ -28,9 +28,9 @@ from odc_mpi.shard.partition import replicated_persistent_tensors
 class AdapterExporter(Exporter):
     """Exporter of adapters to a directory that `PeftModel.from_pretrained` can load.
 
-    The exported adapter_config.json names the base model in the directory `base`, by default the one recorded in the
-    checkpoint, which need not exist. Raises `UserError` if `base` contains no model or the wrong one, or the base model
-    is multimodal.
+    The exported adapter_config.json names the directory `base` of the base model. By default, that is the directory
+    recorded in the checkpoint, which then need not exist. Raises `UserError` if `base` contains no model or the wrong
+    one, or the base model is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"

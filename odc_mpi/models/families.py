@@ -57,14 +57,15 @@ class Packing:
 def build_for_training(
     build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str
 ) -> tuple[transformers.PreTrainedModel, Packing]:
-    """Build a model on the meta device, with packed attention if the model supports it, otherwise with its own.
+    """Build a model on the meta device, with packed attention if the model supports it. Return it with the decision.
 
-    A model with its own attention accepts only one sequence at a time. Returns the model and the decision. Raises
-    `UserError` if the model cannot be trained.
+    Otherwise the model has its own attention, and accepts only one sequence at a time. Raises `UserError` if the model
+    cannot be trained.
 
     Args:
         build: Function that builds the model with the given attention implementation of transformers; None selects the
             model's default. A `UserError` that it raises must be chained to the exception of transformers.
+        setting, attn_implementation: Name of the setting with which error messages begin, and "sdpa" or "eager".
     """
     module: Any
     try:

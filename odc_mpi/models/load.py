@@ -66,8 +66,8 @@ def load_checkpoint(
 ) -> build.MetaModel:
     """Build the model in a checkpoint. For arguments and errors that are not described here, see `load_model`.
 
-    `overrides` contains transformers settings that replace those of a full model. `task` defaults to the task of the
-    checkpoint. For a different task, the model gets a new head, which is initialized randomly with `seed`.
+    `overrides` contains transformers settings to replace. A `task` other than the checkpoint's, the default, gives the
+    model a new head, initialized randomly with `seed`. These three arguments apply only to full models.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -121,7 +121,8 @@ def load_start(
     """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
 
     For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For the
-    other arguments and the errors, see `load_checkpoint`.
+    other arguments and errors, see `load_checkpoint`. Raises `UserError`, too, if the checkpoint is of another task and
+    contains adapters or a reward model.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:

@@ -40,9 +40,9 @@ def is_peft_directory(path: Path) -> bool:
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
-    """Return the directory of the base model: `base` if given, otherwise the directory named in adapter_config.json.
+    """Return the base model's directory: `base` if given, otherwise the one that adapter_config.json in `path` names.
 
-    Raises `UserError` if adapter_config.json cannot be read or names no base model, or if the directory has no model.
+    Raises `UserError` if adapter_config.json cannot be read or names no base model, or if that model is not on disk.
     """
     config = {"base_model_name_or_path": base} if base else _read_config(path)
     name = config.get("base_model_name_or_path")

@@ -35,9 +35,9 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that contains a match for the regular expression in its column `pattern`, else 0.
+    """Return 1 for each completion that contains a match for the regular expression in the column `pattern`, else 0.
 
-    The reward is None if the completion has no pattern.
+    The reward is None if the pattern is None.
     """
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 

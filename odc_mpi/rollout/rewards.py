@@ -53,7 +53,7 @@ class GroupRewards:
     Attributes:
         per_function: Unweighted rewards, float64 `[functions, completions]`. An entry is NaN if the function does not
             apply to the completion, or if any function failed for the completion.
-        rewards: Weighted sums over the functions, float64 `[completions]`. A sum is NaN if all of its terms are.
+        rewards: Sums over the functions, weighted by `weights`, float64 `[completions]`. A sum is NaN if all terms are.
         num_failed: Number of completions for which a function failed.
     """
 
@@ -73,7 +73,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result, float64 `[completions]`, is 0 where the reward is NaN, and everywhere if the others are equal.
+        The result, float64 `[completions]`, is 0 for a reward of NaN, and everywhere if all other rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -113,12 +113,13 @@ def compute_rewards(
 ) -> GroupRewards:
     """Call all reward functions for the completions of one prompt, and return the rewards.
 
-    Raises `UserError` if `skip` is False, and a function raises an exception, exceeds the time limit, or does not
-    return a finite number or None for each completion.
+    A function fails if it raises an exception, exceeds the time limit, or does not return a finite number or None for
+    each completion. Raises `UserError` if a function fails and `skip` is False.
 
     Args:
         reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
+        prompt, rank: Index of the prompt, and this rank, for messages.
         timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
             failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.
@@ -140,7 +141,7 @@ def compute_rewards(
 
 
 class _FailedError(Exception):
-    """Raised if a function fails for the completions where `failed` is True. `values` has the other rewards."""
+    """Raised if a function fails for the completions where `failed` is True. `values` has the rewards of the rest."""
 
     def __init__(self, message: str, values: Any = math.nan, failed: Any = True) -> None:
         super().__init__(message)

@@ -163,9 +163,9 @@ class _TokenSampler(LogitsProcessor):
         return scores
 
     def find_stopped_rows(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return True for each row that has to stop: all rows if so few are left that it is faster without the others.
+        """Stopping criterion of `generate`: return bool `[rows]`, True for each row that has ended.
 
-        This is a stopping criterion of `generate`.
+        All are True if enough rows have ended that it is faster to call `generate` again without them.
         """
         left = len(self.done) - int(self.done.sum())
         stops_all = 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
@@ -234,7 +234,7 @@ def _truncation(sampling: RolloutSamplingParams) -> Callable[..., torch.Tensor]:
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the first token whose cumulative probability exceeds the uniform random number."""
+    """Return each row's first token whose cumulative probability exceeds its uniform number times the row's sum."""
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
     if (tokens == probabilities.shape[1]).any():

@@ -74,7 +74,7 @@ class TokenLogps:
                 calls.append(
                     TokenScores(*ChunkedLogps.apply(rows, self._head.weight, self._head.bias, targets, transform))
                 )
-                return hidden.new_zeros(1, 1, 1)  # for the model, which transforms it without use
+                return hidden.new_zeros(1, 1, 1)  # the model transforms it; the result is not used
 
             with replaced_forwards({self._head: head}):
                 output = self._module(**inputs)
@@ -110,7 +110,7 @@ class ChunkedLogps(torch.autograd.Function):
             logits = transform(nn.functional.linear(hidden[block], weight, bias))
             scores, probabilities = _score(logits, targets[block])
             parts.append(scores)
-        # Saved instead of computed again if there is a single block. A soft cap needs the logits, too.
+        # The probabilities are saved, not computed again, if there is a single block. A soft cap needs the logits, too.
         keep = len(blocks) == 1 and transform.soft_cap is None and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, bias, targets, probabilities if keep else None)
         ctx.transform = transform

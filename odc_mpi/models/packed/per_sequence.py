@@ -41,8 +41,8 @@ def with_sinks(
 ) -> torch.Tensor:
     """Attend with a sink per head: an extra first key, visible to all tokens, whose value is 0.
 
-    `sinks` are the scores of these keys, kept in an extra dimension of queries and keys. `kernel` has the keywords
-    `scaling` and `sink` of `causal`, and no soft cap.
+    `sinks`, `[heads]`, are the scores of these keys. `kernel` computes attention without a soft cap, and has the
+    keywords `scaling` and `sink` of `causal`. For the other arguments and the result, see `causal`.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
@@ -102,10 +102,7 @@ def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Group sequences of equal length, and yield the indices of the sequences to batch into each call.
-
-    The overhead of a call exceeds the work for a short sequence, and packed completions include many short sequences.
-    """
+    """Group sequences of equal length, and yield the indices of the sequences to batch into each call."""
     positions_by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
         positions_by_length.setdefault(length, []).append(i)
@@ -124,10 +121,11 @@ def causal(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """Compute causal attention with a kernel of PyTorch. `sink` is True if the first token is visible to all tokens.
+    """Compute causal attention with a kernel of PyTorch. Returns `[sequences, heads, tokens, value_dim]`.
 
-    `scaling` is a factor for the scores; None means `head_dim ** -0.5`. `window` is the number of most recent keys
-    visible to a token, including its own; None means all.
+    Queries, keys and values are `[sequences, heads, tokens, dim]`. Keys and values may have fewer heads. `scaling` is a
+    factor for the scores; None means `head_dim ** -0.5`. `window` is the number of most recent keys visible to a token,
+    including its own; None means all. If `sink` is True, the first key is a sink, which is visible to all tokens.
     """
     num_tokens = q.shape[2]
     mask = None if window is None or num_tokens - sink <= window else _causal_mask(num_tokens, window, q.device, sink)
@@ -145,7 +143,7 @@ def eager(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """Compute causal attention from explicit scores, soft-capped unless `softcap` is None."""
+    """Compute attention like `causal`, but from explicit scores, which are soft-capped unless `softcap` is None."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -156,10 +154,7 @@ def eager(
 
 
 def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
-    """Return a bool mask `[num_tokens, num_tokens]` whose element `[i, j]` is True if token i attends to token j.
-
-    If `sink` is True, the first token is a sink, which is visible to all tokens.
-    """
+    """Return a bool mask `[num_tokens, num_tokens]` whose element `[i, j]` is True if token i attends to token j."""
     tokens = torch.arange(num_tokens, device=device)
     distance = tokens[:, None] - tokens[None, :]
     mask = (distance >= 0) & (distance < (num_tokens if window is None else window))

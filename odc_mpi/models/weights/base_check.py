@@ -31,8 +31,8 @@ def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[s
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
     """Verify this rank's share of the base model of adapters. `size` is the number of ranks.
 
-    `record` describes the base model in the checkpoint: `path` (None if the weights are random), `config`, `seed`, and
-    `sha256`, the digest of each part. Raises `UserError` if the names or digests of the parts differ from the record.
+    `record`, from the checkpoint, describes the base model: `path` (None if the weights are random), `config`, `seed`,
+    and `sha256`, the digest of each part. Raises `UserError` if names or digests of parts differ from the record.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [

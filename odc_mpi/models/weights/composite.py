@@ -20,9 +20,9 @@ _EQUIVALENT: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Composite:
-    """Multimodal model on the meta device, whose parameters are in the files.
+    """Multimodal model `module` on the meta device, and the configuration of its text model.
 
-    `text_config` configures a causal language model with the same parameters as the text part.
+    `text_config` configures a causal language model with the same parameters as the text part of `module`.
     """
 
     module: transformers.PreTrainedModel

@@ -27,7 +27,8 @@ def loaded_tensors(
 ) -> dict[str, PlacedTensor]:
     """Return, for each wanted tensor of a module, a `PlacedTensor` that locates its elements in the stored tensors.
 
-    The result is keyed by the names in the module. Wanted tensors that are not in the model's files are omitted.
+    The result is keyed by the names in the module. Wanted tensors that are not in the model's files are omitted. Raises
+    `UserError` if the shapes of stored tensors do not fit, or if a conversion computes new values.
 
     Args:
         stored: Functions, keyed by the names of the tensors in the files. Each returns the `PlacedTensor` of its stored

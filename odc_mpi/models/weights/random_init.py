@@ -17,8 +17,8 @@ class RandomInitWeights(HashedWeights):
 
     Changes that `_init_weights` makes to submodules of its argument are lost, such as the depth-dependent scaling of
     residual projections in GPT-2. The values of a module depend only on `seed` and the name of the module, not on the
-    number of ranks or the order in which parameters are read. The most recently initialized module is cached, because
-    its parameters are read consecutively. `module` must be on the meta device.
+    number of ranks or the order in which parameters are read. The most recently initialized module is cached. `module`
+    must be on the meta device. `read` raises `UserError` if `_init_weights` does not initialize the parameter.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
@@ -26,7 +26,7 @@ class RandomInitWeights(HashedWeights):
         # A copy, as sharding replaces the parameters of the module by placeholders. Meta tensors cost no memory.
         self._modules = dict(copy.deepcopy(module).named_modules())
         self._seed = seed
-        self._initialized: tuple[str, nn.Module] | None = None
+        self._initialized: tuple[str, nn.Module] | None = None  # parameters of a module are read consecutively
 
     @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ class RandomInitWeights(HashedWeights):
                     {k: v for k, v in initialized.__dict__.items() if isinstance(v, torch.Tensor)}
                 )
         if uninitialized_buffers(self._model):
-            # Some models initialize the buffers of their layers from above. Parameters remain on the meta device.
+            # Some models initialize buffers in a call for the enclosing module. Parameters remain on the meta device.
             with torch.random.fork_rng(devices=[]):
                 for submodule in self._model.modules():
                     if not submodule._parameters and not submodule._buffers:
@@ -95,5 +95,5 @@ def uninitialized_buffers(module: nn.Module) -> list[str]:
 
 
 def _undefined(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in host memory. NaN remains where `_init_weights` does not initialize its elements."""
+    """Return a host tensor shaped like `tensor`, full of NaN (integers: 0), which shows uninitialized elements."""
     return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0, device="cpu")

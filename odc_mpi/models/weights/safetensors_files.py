@@ -31,7 +31,7 @@ _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Source of a module's parameters in safetensors files that use the module's names or published names.
+    """Source of a module's parameters: safetensors files in the directory `path`, with the module's or published names.
 
     Raises `UserError` if a file or parameter is missing or damaged, a parameter is quantized or its shape differs from
     that in the module, or stored copies of tied parameters differ.
@@ -67,7 +67,7 @@ class SafetensorsWeights(HashedWeights):
                 for placed in found:
                     self._check(name, placed, parameter.shape)
                 if self._copies[name]:
-                    self.read(name, 0, parameter.shape[-1])  # here all ranks find the same, later each in its slice
+                    self.read(name, 0, parameter.shape[-1])  # all ranks compare this row; later each only its slice
             elif new is not None and new_head and name.startswith(f"{new_head}."):
                 self._new[name] = new
             else:
