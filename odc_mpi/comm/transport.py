@@ -107,7 +107,7 @@ class ParameterStore(ABC):
         """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
         Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
-        `wait` of the returned handle has returned. On a GPU, fetches in flight are complete after
+        `wait` of the returned handle has returned. On a GPU, copies that are still in flight then are complete after
         `Transport.complete_gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
