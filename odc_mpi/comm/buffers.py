@@ -56,7 +56,7 @@ class BufferPool:
         return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Return a buffer from `acquire` to the pool, which does not reuse it while other tensors share its memory."""
+        """Release a buffer that `acquire` returned. The pool does not reuse it while other tensors share its memory."""
         with self._lock:
             self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
 

@@ -10,8 +10,8 @@ Note: the same order on all ranks
     The sequence of fetches depends only on the control flow of the model (`shard.units.unsharded`). No unit is
     prefetched. A push covers the full array, even if some parameters in the array have no gradient. As with FSDP,
     data-dependent control flow must not make a rank skip a unit. Each array has one communicator for gathers and one
-    for reductions. If a rank fetches or pushes a different array, the others wait until the deadline and print its
-    status. With a single communicator, MPI would silently mix up arrays of equal size.
+    for reductions. If a rank fetches or pushes a different array, other ranks wait until the deadline and print the
+    status of that rank. With a single communicator, MPI would silently mix up arrays of equal size.
 """
 
 import functools

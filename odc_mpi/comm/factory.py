@@ -73,11 +73,11 @@ def window_transport(
         mapped: True if the ranks are on one node, and map the memory of each other's devices.
         zero_copy: If True, ranks on the same node read each other's parameter shards in place. Ignored with a device.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
-            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and there are several nodes with several ranks on this
-            one.
+            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island has several nodes, with several
+            of its ranks on this node.
         reduction: One of the values of `gradient_store_factories` for this device.
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows.
+        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires `device=None`.
     """
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
@@ -130,9 +130,9 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Return a transport for a model on a device that uses `inner`, whose shards are in host memory.
+    """Return a transport for a model on a device, with shards in the host windows of the transport `inner`.
 
-    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated.
+    `inner` must come from `window_transport` with `device=None`, and must not be allocated yet.
     """
     assert isinstance(inner.parameters, WindowParameters | NodeCache)
     pinned = PinnedMemory(inner.storages, device)

@@ -58,7 +58,7 @@ class Group:
 
     @property
     def own_rows(self) -> slice:
-        """Rows of the ranks of this rank's replica in the reports of all ranks."""
+        """Rows of the ranks in this rank's replica, in the result of `gradients_complete`."""
         return slice(self.replica * self.size, (self.replica + 1) * self.size)
 
     def reserve(self, plan: Callable[[], int]) -> None:
@@ -114,7 +114,7 @@ class Group:
         self.world.broadcast(tensor)
 
     def free(self, storages: Sequence["ShardStorage"]) -> None:
-        """Synchronize all ranks, stop the progress thread, and free the storages in reverse order. Collective."""
+        """Stop the progress thread, free the storages in reverse order, and close the islands. Collective."""
         with self.world.collective("freeing the windows"):
             if self._progress is not None:
                 self._progress.close()

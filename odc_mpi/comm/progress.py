@@ -21,7 +21,7 @@ from odc_mpi.runtime.world import World
 #: Sleep after a poll that found no work, in seconds. It delays small operations that no socket reports. On two cores
 #: with two busy ranks, polling took 3 to 6 % of the time with 1 ms, and 13 % with 0.2 ms.
 SLEEP_S = 1e-3
-#: After a longer time without work, each sleep lasts this fraction of that time, but at most `IDLE_SLEEP_S`.
+#: Length of a sleep as a fraction of the time since the last work, but at least `SLEEP_S` and at most `IDLE_SLEEP_S`.
 IDLE_SHARE = 0.02
 IDLE_SLEEP_S = 10e-3
 #: A poll that takes more CPU time than this, in seconds, is assumed to have found work and is repeated without a sleep.

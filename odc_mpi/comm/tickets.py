@@ -51,8 +51,7 @@ class Tickets:
     def reset(self) -> None:
         """Set the counters hosted by this rank, if any, to zero. One-sided.
 
-        All ranks must call this method after gradients are complete and before parameters are published, so that it
-        cannot overlap with a draw.
+        All ranks call this between `complete_gradients` and `publish_parameters`, when no rank draws.
         """
         host = self._host(self._world.node)
         if self._world.rank == host:

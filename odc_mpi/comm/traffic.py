@@ -39,7 +39,7 @@ class TrafficCounter:
         self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes fetched since the last call, then those pushed, each in the order of `PLACES`."""
+        """Return the bytes fetched, then pushed, since the last call, each by `PLACES`. Call once per minibatch."""
         cache = self._transport.node_cache
         for index in cache.take_shared_fetches() if cache else ():
             self.fetched = self.fetched - self._bytes_of(index)

@@ -107,7 +107,7 @@ class ParameterStore(ABC):
         """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
         Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
-        `wait` of the returned handle has returned. On a GPU, fetches in flight are complete after
+        `wait` of the returned handle has returned. On a GPU, copies that are still in flight then are complete after
         `Transport.complete_gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
@@ -159,7 +159,8 @@ class GradientStore(ABC):
         Args:
             index: Index of a trainable array.
             gradient: Gradient of the elements from `start` on, `[n]` of `dtype`, contiguous. Call
-                `prepare_push(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
+                `prepare_push(gradient)` first. Do not modify `gradient` until `wait` of the returned handle has
+                returned. Call `wait` before `Transport.complete_gradients`: on a GPU, `wait` runs the push.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -178,7 +179,7 @@ class ShardStorage:
 
     A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before
     `Group.gradients_complete` and `complete` after it, `publish` before `Group.parameters_published`, and `sync` both
-    before and after it. By default, `plan` records the layouts and returns 0, and the other methods do nothing.
+    before and after the latter. By default, `plan` records the layouts and returns 0; other methods do nothing.
     """
 
     layouts: Sequence[FlatLayout] = ()
@@ -212,7 +213,7 @@ class ShardStorage:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the mapped host memory from which a device can copy once it is pinned. Empty by default."""
+        """Return the host memory from which a device can copy once the memory is pinned. Empty by default."""
         return []
 
     def free(self) -> None:
@@ -230,7 +231,7 @@ class Transport:
         node_cache: Cache of parameters that the node shares, also one of the `storages`, or None.
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
-        thread_safe: True if several threads may call the stores concurrently, False if only the computing thread may.
+        thread_safe: True if threads may fetch while one thread pushes, False if only the computing thread may do so.
         one_sided: True if a fetch or push completes without calls by other ranks. If False, fetches and pushes are
             collective: all ranks must make the same ones in the same order, and no rank may skip any.
     """
@@ -257,7 +258,7 @@ class Transport:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
         `close` is called if the `World` closes before this transport does, and must call the transport's `close`.
-        Raises `AllRanksUserError` on every rank if any node has too little shared memory.
+        Raises `AllRanksUserError` on every rank if any node has too little memory, or any `plan` raises `UserError`.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         island_layouts = [layout.island_layout for layout in layouts]
@@ -271,7 +272,7 @@ class Transport:
         self._is_open = True
 
     def parameter_shard(self, index: int) -> torch.Tensor:
-        """Return the parameters of array `index` that this rank updates, in the memory that other ranks read."""
+        """Return the parameters of array `index` that this rank updates, `[shard_numel]`, without copying them."""
         return self.exchange.parameter_shard(index) if self.exchange else self.parameters.shard(index)
 
     def gradient_shard(self, index: int) -> torch.Tensor:

@@ -7,10 +7,10 @@ import torch
 
 
 class Work:
-    """Handle for a fetch or push in flight, which is already complete if `operation` is None.
+    """Handle for a fetch or push. If `operation` is None, the fetch or push is already complete.
 
-    `operation` completes this rank's part, on any thread, and returns the event of a device copy still in flight, or
-    None. The handle references the function, and thus its buffers, until the call returns.
+    `operation` runs or completes this rank's part, on any thread, and returns the event of a device copy still in
+    flight, or None. The handle references `operation`, and thus its buffers, until `operation` has returned.
     """
 
     def __init__(self, operation: Callable[[], torch.cuda.Event | None] | None = None) -> None:

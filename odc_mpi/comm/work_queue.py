@@ -1,7 +1,7 @@
 """Work queue for items, such as generated groups, that one rank has produced and any idle rank can claim.
 
 Items are numbered from 0, and all ranks know how many there are. The state of an item is a 64-bit word in a window of
-rank 0, the *board*. Its content is in the *store*, a fixed-size window of the rank that produced the item (its
+rank 0, the *board*. The item's content is in the *store*, a fixed-size window of the rank that produced it (its
 *owner*). All accesses are one-sided: neither rank 0 nor the owner takes part.
 
     mark_started   this rank is working on the item
@@ -56,7 +56,7 @@ class WorkQueue:
 
     Args:
         max_count: Maximum number of items between two calls to `reset`. Must be the same on all ranks.
-        store_bytes: Size of this rank's store in bytes.
+        store_bytes: Size of this rank's store in bytes. Too little memory on a node raises `AllRanksUserError`.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
@@ -81,7 +81,7 @@ class WorkQueue:
         self._write(item, _word(_DONE, self._world.rank))
 
     def publish(self, item: int, content: bytes) -> bool:
-        """Publish an item for any idle rank to claim. One-sided. Returns False if it does not fit into the store."""
+        """Publish an item for any idle rank to claim. One-sided. Returns False if this rank's store is too full."""
         start = self._find_space(len(content))
         if start is None:
             return False
@@ -131,7 +131,7 @@ class WorkQueue:
                 position = len(left) * self._world.rank // self._world.size
 
     def reset(self) -> None:
-        """Remove all items. One-sided. All ranks must call this method, after all items are claimed or done."""
+        """Remove all items. One-sided. All ranks call this between `complete_gradients` and `publish_parameters`."""
         self._held.clear()
         if self._world.rank == 0:
             # Atomic like the claims: where network cards do the addition, a plain store may stay in the CPU cache.
@@ -148,7 +148,6 @@ class WorkQueue:
             self._world.cancel_on_close(self.close)
 
     def _try_claim(self, item: int) -> tuple[int, bytes] | None:
-        """Claim an item and return its owner and content, or return None if another rank was first."""
         with self._world.deadline("claiming finished work", [0]):
             if self._board.fetch_and_add(0, self._first_claims + item, 1):
                 return None

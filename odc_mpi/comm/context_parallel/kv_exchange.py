@@ -49,7 +49,8 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     Args:
         sequence_number: Number of this split sequence, starting at 1. Must be the same on all ranks.
         bounds: Token offsets of the chunk boundaries, `[chunks + 1]`, including 0 and the sequence length.
-        ranks: Ranks that process the chunks, in the order of the chunks.
+        ranks: Ranks that process the chunks, in the order of the chunks, including this rank.
+        sequence_name: Name of the sequence in messages.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     def publish_kv(self, layer: int, kv: KVPair) -> None:
         """Make the keys and values that a layer computed for this chunk available to later chunks. One-sided.
 
-        Raises RuntimeError if a layer is skipped. A second call for the same layer, as in activation recomputation,
-        does nothing. The call for layer 0 waits until this rank's previous chunk is no longer being read.
+        Raises RuntimeError if a layer is skipped or `kv` does not fit into a slot. A second call for the same layer, as
+        in recomputation, does nothing. The call for layer 0 waits until no rank still reads this rank's previous chunk.
         """
         if layer < self._num_published:
             return
@@ -116,7 +117,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._set_flags(GRAD_READY, self._earlier_ranks, number, layer)
 
     def accumulate_kv_grads(self, layer: int, grads: KVPair) -> KVPair:
-        """Return the sum of `grads` and all later chunks' contributions to the same gradients. One-sided.
+        """Return `grads`, the gradients of this chunk's keys and values, plus later chunks' contributions. One-sided.
 
         Waits for the contributions and adds them in chunk order, in float32 or in the dtype of `grads` if that is
         wider. The result has the dtype of `grads`.

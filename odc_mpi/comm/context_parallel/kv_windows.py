@@ -124,9 +124,9 @@ class KVWindows:
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that a slot is in use until the flag `kind` of each rank in `ranks` is at least `value`.
+        """Record that the slot at byte `slot` is in use until flag `kind` of each rank in `ranks` is at least `value`.
 
-        Byte offset 0 stands for all key and value slots.
+        Byte 0 stands for all slots of keys and values.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
@@ -234,7 +234,7 @@ class KVWindows:
             self.waited_s += time.perf_counter() - began
 
     def _acquire(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory, `[num_bytes]` uint8, pinned if there is a GPU, which is reused once unreferenced."""
+        """Return host memory that is reused once unreferenced, `[num_bytes]` uint8, pinned if there is a GPU."""
         buffer = self._pool.acquire(num_bytes, torch.uint8)
         self._pool.release(buffer)
         return buffer

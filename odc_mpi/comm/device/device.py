@@ -162,9 +162,9 @@ class Device:
         return _record(stream)
 
     def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start copying pinned host memory to new device memory. The current stream waits for the copy.
+        """Start copying pinned host memory to new device memory. Returns this memory and an event.
 
-        Do not modify `source` before the returned event has completed.
+        The current stream waits for the copy. Do not modify `source` before the event has completed.
         """
         computing = torch.cuda.current_stream(self.torch_device)
         with torch.cuda.stream(self._fetch_stream):
@@ -190,7 +190,7 @@ class Device:
         _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
-        """Start adding tensors of the same dtype to a shard, in order. Thread-safe.
+        """Start adding tensors to a shard of the same dtype, each at its offset, in order. Thread-safe.
 
         All earlier kernels that use the shard and all copies that fill the tensors must have finished. Do not modify
         the tensors before the returned event has completed.
@@ -205,7 +205,7 @@ class Device:
 
 
 class BufferDict(Generic[T]):
-    """Map from buffers, by their memory, to values, such as events that their next users wait for. Thread-safe."""
+    """Map from buffers, identified by their storage, to values, such as events to wait for. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[int, T] = {}

@@ -30,9 +30,9 @@ def device_shard_bytes(
     *,
     with_optimizer: bool,
 ) -> int:
-    """Return the size in bytes of a rank's shards of a module: parameters, gradients and, if it is there, AdamW's data.
+    """Return the size in bytes of a rank's shards of a module's parameters and gradients.
 
-    `param_dtype` is the dtype of all parameters; None if each keeps its own.
+    `with_optimizer` adds AdamW's state. `param_dtype` is the dtype of all parameters, or None if each keeps its own.
     """
     num_bytes = 0
     for parameter in module.parameters():

@@ -125,7 +125,7 @@ class StagedParameters(ParameterStore):
     def _start_gets(
         self, inner: WindowParameters, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event
     ) -> Work:
-        """Start fetching shards from other nodes into pinned memory, and copying those of this node to the device."""
+        """Start fetching unmapped shards into pinned memory, and copying mapped shards to the device."""
         inner.world.progress.run_tasks()
         plan, data, near = inner.fetch_plan(index), buffer.view(torch.uint8), None
         for owner, start, stop in plan.mapped:

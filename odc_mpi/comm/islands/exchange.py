@@ -1,8 +1,8 @@
 """Exchange of gradients and parameters between islands (`comm.islands.islands`), within each column of ranks.
 
     minibatch     ranks fetch from and push to ranks in their own island only
-    finish        a rank announces that it will push no more gradients of an array. Once all ranks in the island have,
-                  each pushes its shard of the island's sum to the owners in its column, in its next finish or flush
+    finish        a rank announces that it will push no more gradients of an array. When all ranks in the island have
+                  done this, each pushes its shard of the sum to the owners in its column, in its next finish or flush
     flush         finish the remaining arrays, wait for the other ranks in the island, and complete the pushes to owners
     complete      make the sums over all islands available to the owners, and zero those of the island
     publish       each owner Puts its new parameters, the first time also frozen ones, into the shards of other islands
@@ -85,11 +85,11 @@ class IslandExchange(ShardStorage):
         return self._parameters.shard(index)[self._islands.index * numel :][:numel]
 
     def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return the gradients of these parameters, summed over all islands, without copying them."""
+        """Return the gradients of `parameter_shard(index)`, summed over all islands, without copying them."""
         return self._sums.shard(index)
 
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes of parameters received from, and of gradients pushed to, each rank of other islands."""
+        """Return bytes by rank in the world: parameters received from other islands, and gradients pushed to them."""
         received, pushed = Counter[int](), Counter[int]()
         for index in self.trainable_numels:
             for other, rank in enumerate(self._islands.column_ranks):
@@ -101,8 +101,8 @@ class IslandExchange(ShardStorage):
     def finish(self, indices: Iterable[int]) -> Work:
         """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
 
-        Also pushes, to their owners, this rank's shards of the arrays that all ranks in the island have finished.
-        `flush` finishes the remaining arrays.
+        Also pushes this rank's shards of the sums of those arrays that all ranks in the island have finished.
+        `flush` finishes the remaining arrays. The returned handle is already complete.
         """
         self._finish(self._unfinished.intersection(indices))
         return Work()

@@ -37,7 +37,6 @@ class Islands:
         island: World of the ranks in this rank's island.
         column: World of the ranks that have the same rank in their islands as this rank, in the order of the islands.
         column_ranks: Ranks in `world` that form the column.
-        is_closed: True after `close`.
     """
 
     def __init__(self, world: World, by: str | int, mode: str = "hybrid") -> None:
@@ -65,7 +64,7 @@ class Islands:
 def ranks_per_island(by: str | int, ranks_per_node: Mapping[str, int]) -> int:
     """Return the number of ranks per island, given the setting `islands.by` and the number of ranks on each node.
 
-    With "off", this is the total number of ranks. Raises `UserError` if the islands would differ in size.
+    With "off", this is the number of ranks. Raises `UserError` if `by` is invalid or the islands would differ in size.
     """
     num_ranks = sum(ranks_per_node.values())
     if by == "off":

@@ -62,10 +62,10 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
             of offset. The tensors must not overlap in `flat`.
         flat: Contiguous output array `[n]`, which is overwritten completely.
-        largest: Scalar to raise to the largest magnitude and to return, float64, on the same device, or None.
+        largest: Float64 scalar on the same device, overwritten by the result, or None.
 
     Returns:
-        The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
+        The maximum of the previous `largest` and the magnitudes in `flat`, or NaN if `flat` contains NaN, as a scalar.
     """
     filled = 0
     for start, tensor in segments:
@@ -112,8 +112,8 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
     Args:
         shard: Contiguous array `[n]` to update in place.
-        segments: Pairs of an offset in the shard and a tensor of any shape, layout and floating-point dtype on the same
-            device. Segments may overlap within the shard, but must not share memory with it.
+        segments: Pairs of an offset in the shard and a tensor of any shape and layout on the same device, of a
+            floating-point dtype or the shard's. Segments may overlap within the shard, but must not share its memory.
     """
     for start, tensor in segments:
         stop = start + tensor.numel()

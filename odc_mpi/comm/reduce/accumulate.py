@@ -38,7 +38,7 @@ class WindowGradientStore(GradientStore, ShardStorage):
         return [self.shard(index) for index in self.trainable_numels]
 
     def add_received(self) -> None:
-        """Make the gradients that have arrived so far available in the shards, while others are still being pushed."""
+        """Make the gradients that have arrived available in the shards, even if more gradients are being pushed."""
         self.sync()
 
 

@@ -20,7 +20,7 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceSlots(HostSlots):
-    """Shards of this rank and rings in device memory."""
+    """Shards and rings of this rank, both in device memory."""
 
     in_inbox = False
 
@@ -69,7 +69,7 @@ class DeviceSlots(HostSlots):
 
 
 class MappedDeviceSlots(DeviceSlots):
-    """Shards of this rank and rings in device memory that the ranks of a node map, so that pushes need no MPI."""
+    """Shards and rings in device memory. The ranks of a node map the rings, so MPI transfers no elements."""
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
         super().__init__(world, dtype, device)

@@ -26,9 +26,9 @@ Note: torn counters
     is not larger than the value sent. In shared memory an aligned 8-byte store is atomic. If a network writes a counter
     byte by byte in ascending order, a little-endian reader sees the low bytes of the new value with the high bytes of
     the old value. The result is at most the new value, possibly less than the old value. A small `head` means no new
-    slots yet; a small `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The
-    mailbox is used where Accumulate is slow, waits for its target, or fails, so it does not rely on this (measurements:
-    benchmarks/notes/one-sidedness.md).
+    slots yet; a small `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE, which
+    the counters do not use, because the mailbox is for systems where MPI_Accumulate is slow, waits for its target, or
+    fails (measurements: benchmarks/notes/one-sidedness.md).
 """
 
 import threading
@@ -61,7 +61,7 @@ COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients with MPI_Put into slots in the inboxes of the owners.
+    """Gradient store that pushes gradients into slots of the owners' rings, from which the owners add them.
 
     Only one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
@@ -273,7 +273,7 @@ class MailboxGradientStore(WindowGradientStore):
                 self._release_room(ring)
 
     def _received(self, ring: int, origin: int, head: int) -> list[Slot]:
-        """Return the slots of an origin that were received, but not yet added. They are regarded as added then."""
+        """Return the slots of an origin that were received but not yet added, and record their ends in `_added`."""
         slots = []
         tail = self._tails[ring]
         for number in range(self._consumed[origin], head):
@@ -320,7 +320,7 @@ class _PushPlan(NamedTuple):
     Attributes:
         ranks: Owners of the range, except for this rank.
         parts: Initial `owners`, `starts`, `firsts` and `numels` of a `PendingPush`, int64 `[4, n]`.
-        own: Start in this rank's shard, and the part of the range, if this rank owns any.
+        own: `(start in this rank's shard, slice of the range)` if this rank owns a part of the range, otherwise empty.
     """
 
     ranks: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 A ring is memory of an owner that its senders fill in a cycle. The ranks of a node share one ring at each owner, so the
 size of a ring depends on the number of nodes and not on the number of ranks. If all ranks are on one node, or if every
-node has one rank, each rank has its own ring at each owner, and reservations need no lock. Otherwise, memory that the
-node shares contains the ends of the reserved parts of its rings at all owners, and a lock.
+node has one rank, each rank has its own ring at each owner, and reservations need no lock. Otherwise, memory
+that the node shares contains a lock, and the end of the reserved part of the node's ring at each owner.
 
 Note: no deadlock
     A rank reserves only room that is already free, and then waits for its own Puts only. Each reserved slot is
@@ -39,7 +39,7 @@ class PendingPush:
     """Gradient with elements that are not yet in the rings.
 
     Attributes:
-        values: Memory of `gradient` that can be passed to MPI.
+        values: Memory of `gradient`, from `HostSlots.values`.
         owners: Ranks to which the gradient is pushed, int64 `[n]`.
         starts: For each owner, index in its shard of the first element that is not yet in its ring.
         firsts: For each owner, index of the same element in the gradient.
@@ -76,8 +76,8 @@ class Rings:
 
     Attributes:
         count: Number of rings in the inbox of each rank.
-        sharers: Other ranks that share the rings of this rank.
-        num_bytes: Shared memory per rank, in bytes.
+        sharers: Other ranks that fill the same rings as this rank.
+        num_bytes: Shared memory per rank for reservations, in bytes.
         ring_bytes: Size of a ring, after `plan`.
         num_headers: Number of headers of an origin that an owner keeps, after `plan`.
         of_origin: For each rank, index of its ring in the inbox of this rank, after `allocate`.
@@ -138,13 +138,13 @@ class Rings:
                 self.origins[self.of_origin[origin]].append(origin)
 
     def has_room(self, push: PendingPush, tails: np.ndarray) -> bool:
-        """Return True if a push may find room before the `tails` of its owners, int64 `[size]`."""
+        """Return True if a push may find room, given the last `tails` received from all ranks, int64 `[size]`."""
         return self._next_slots(push, tails, np.zeros_like(tails, dtype=np.bool_)) is not None
 
     def reserve(self, push: PendingPush, tails: np.ndarray, waiting: np.ndarray) -> ReservedSlots | None:
-        """Reserve the next slot of a push in each ring that has room, unless its owner is `waiting`. None if none has.
+        """Reserve a slot for the next elements of a push in each ring that has room. Return None if none has.
 
-        The caller holds the `lock`.
+        Skips owners that are True in `waiting`, bool `[size]`. The caller holds the `lock`.
         """
         slots = self._next_slots(push, tails, waiting)
         if slots is None:
@@ -162,7 +162,7 @@ class Rings:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager within which no other rank reserves room in the rings of this rank. One-sided."""
+        """Context manager within which no other rank reserves room in the rings that this rank fills. One-sided."""
         if not self._shared:
             yield
             return

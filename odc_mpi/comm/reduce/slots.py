@@ -16,7 +16,7 @@ from odc_mpi.runtime.world import World
 
 
 class Slot(NamedTuple):
-    """Received slot, from element `start` of this rank's shard on, at byte `offset` in the rings."""
+    """Received slot: elements at byte `offset` in the rings, to be added from element `start` of a shard on."""
 
     array: int
     start: int
@@ -42,7 +42,8 @@ class HostSlots:
         """Allocate the shards, and the rings if they are not in the inbox. Collective.
 
         Args:
-            inbox: Window that contains the headers, and the rings from byte `rings_start` on.
+            inbox: Window that contains the headers and, if `in_inbox` is True, the rings from byte `rings_start` on.
+            rings_bytes: Total size of this rank's rings, in bytes.
             numels: Number of elements of this rank's shard, by array index.
         """
         self._window, self._rings_start = inbox, rings_start
@@ -57,19 +58,21 @@ class HostSlots:
     def put(
         self, owners: np.ndarray, offsets: np.ndarray, values: Memory, numels: np.ndarray, firsts: np.ndarray
     ) -> None:
-        """Start to Put the elements of one slot into a ring of each of `owners`. One-sided. `flush` completes the Puts.
+        """Start writing elements to the rings of `owners`, int64 `[n]`, one slot at each owner. One-sided.
+
+        If `in_inbox` is True, a flush of the inbox completes the writes, otherwise `flush` does.
 
         Args:
-            offsets: Offsets of the slots in the rings of their owners, in bytes, int64 `[n]`.
-            values: Elements of the slots, not to be modified before the flush.
-            firsts: Index in `values` of the first element of each slot, int64 `[n]`.
+            offsets: Offset of each slot in the memory of its owner's rings, in bytes, int64 `[n]`.
+            values: Memory of the gradient, from the method `values`. Do not modify the gradient before the flush.
+            firsts: Index in the gradient of the first element of each slot, int64 `[n]`.
         """
         itemsize = self.dtype.itemsize
         parts = to_messages(owners, self._rings_start + offsets, numels * itemsize, firsts * itemsize)
         self._window.put_messages(values, parts)
 
     def flush(self) -> None:
-        """Complete the Puts of elements at all owners, except for Puts into the inbox. One-sided."""
+        """Complete the writes of elements at all owners, except for Puts into their inboxes. One-sided."""
 
     def add(self, slots: Sequence[Slot]) -> None:
         """Add received slots to the shards, in order. On return, the slots may be overwritten."""
@@ -94,5 +97,5 @@ class HostSlots:
 
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
-    """Return one message in bytes per owner: start in the owner's window, size, and offset in the buffer."""
+    """Return a message for each owner, in bytes: start in the owner's window, size, and first byte in the buffer."""
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)

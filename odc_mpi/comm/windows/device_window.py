@@ -24,7 +24,7 @@ from odc_mpi.comm.windows.rma import Window, align_up, as_mpi_buffer
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.runtime.world import World
 
-#: Mapped allocations have a multiple of this size in bytes, because smaller ones may share a handle with others.
+#: The size of a mapped allocation in bytes is a multiple of this. Smaller allocations may share a handle.
 GRANULARITY = 2 << 20
 #: Number of bytes that each rank writes in a test of mappings.
 _TEST_BYTES = 1 << 16
@@ -58,7 +58,7 @@ class DeviceWindow(Window):
 
 
 class MappedDeviceWindow:
-    """Zero-filled device memory of all ranks on a node, each with a shard, `[numel]` of `dtype`. Collective.
+    """Zero-filled device memory of the ranks of a world on one node, which map each other's shards. Collective.
 
     Implements the part of the interface of `Window` that needs no MPI access to the memory. Raises
     `AllRanksUserError` on every rank if any rank has too little device memory, cannot import CuPy, or cannot map the

@@ -1,10 +1,10 @@
 """Parameter store with the shards of all arrays in one MPI window.
 
-If all ranks are on one node and map each other's shards, the node's memory holds the full arrays one after another, and
-a fetch returns a view. Otherwise, each rank's memory holds its shards one after another. A fetch then starts an MPI_Get
-for each shard that this rank does not map, copies the mapped shards in the meantime, and flushes the window. Arrays of
-equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight, of which there is usually
-one, since a single thread prefetches (`shard.prefetch`).
+With a `SharedWindow` on one node, the node's memory holds full arrays one after another, and a fetch returns a view.
+Otherwise, each rank's memory holds its shards one after another. A fetch then starts an MPI_Get for each shard that
+this rank does not map, copies the mapped shards in the meantime, and flushes the window. Arrays of equal size share the
+steps of a fetch (`FetchPlan`). A flush completes all fetches in flight, of which there is usually one, since a single
+thread prefetches (`shard.prefetch`).
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class FetchPlan(NamedTuple):
 class WindowParameters(ShardStorage, ParameterStore):
     """Parameter store with its shards in an MPI window, which `kind` creates as the constructor of `Window` would.
 
-    A fetch returns a view if all ranks are on one node and map each other's shards, and a copy otherwise.
+    A fetch returns a view if the window is a `SharedWindow` and all ranks are on one node, and a copy otherwise.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: Callable[..., Window] = SharedWindow) -> None:
@@ -97,7 +97,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start fetching the unmapped shards of array `index` into `buffer`, which holds the full array. One-sided."""
+        """Start fetching the unmapped shards of array `index` into `buffer`, which fits the full array. One-sided."""
         owners, gets, *_ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):

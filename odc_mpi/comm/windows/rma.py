@@ -26,10 +26,10 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
-#: Flat buffer for an RMA operation: a host array, or a view of device memory that only MPI may access.
+#: Flat buffer for an RMA operation: a host array, or a view of host or device memory from `as_mpi_buffer`.
 Memory: TypeAlias = np.ndarray | memoryview
 #: Part of an RMA operation between a buffer and other ranks' windows: the target rank, the first element in its shard,
-#: and a pair `(numel, first element in the buffer)`, as mpi4py expects. All are counted in elements of the window.
+#: and a pair `(numel, first element in the buffer)`, as mpi4py expects. Elements have the size of the window's dtype.
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
 #: MPI datatypes for the dtypes that MPI can sum, which exclude bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
@@ -49,10 +49,8 @@ CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 class Window:
     """MPI window in host memory. Each rank has a zero-filled shard, `[numel]` of `dtype`. Construction is collective.
 
-    Construction raises `UserError` if the MPI library's memory model is not MPI_WIN_UNIFIED.
-
-    Args:
-        same_size: True if `numel` is the same on all ranks.
+    `same_size` is True if `numel` is the same on all ranks. Raises `UserError` if the MPI library's memory model is not
+    MPI_WIN_UNIFIED.
 
     Attributes:
         tensor: This rank's shard, `[numel]` of `dtype`.
@@ -101,7 +99,7 @@ class Window:
     def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start copying parts of other ranks' shards into `buffer`, a contiguous buffer of any dtype. One-sided.
 
-        `base` is added to the first element of each part in its shard. The copies are complete after `flush`.
+        `base` is added to the index of each part's first element in the shard. The copies are complete after `flush`.
         """
         get, element = self._win.Get, self._copied
         for target, start, span in parts:
@@ -119,8 +117,8 @@ class Window:
     def accumulate_messages(self, values: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start adding parts of `values` to parts of other ranks' shards. One-sided.
 
-        `base` is added to the first element of each part in its shard. `values` has the dtype of the shards. Do not
-        modify it before `flush_local`.
+        `values` has the dtype of the shards, one of `MPI_DTYPES`, and must not be modified before `flush_local`. `base`
+        is added to the index of each part's first element in the shard.
         """
         assert self._summed is not None, "MPI cannot add this type"
         accumulate, element, operation = self._win.Accumulate, self._summed, MPI.SUM
@@ -128,7 +126,7 @@ class Window:
             accumulate([values, span, element], target, base + start, operation)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Atomically add `value` to an int64 element of rank `target`'s shard and return the old value. One-sided."""
+        """Atomically add `value` to int64 element `offset` of `target`'s shard and return the old value. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
@@ -277,7 +275,7 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> Work:
-    """Return a handle for operations in flight on `memory`, whose `wait` method completes them by calling `flush`.
+    """Return a handle for operations in flight on `memory`. Its `wait` method completes them by calling `flush`.
 
     The handle references `memory` until then, because MPI does not. `what` and `owners` are for error messages.
     """
