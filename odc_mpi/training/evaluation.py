@@ -2,7 +2,7 @@
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
 microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results. All
-loss tokens have the same weight, unlike in the `Trainer` of transformers, which weights the sequences of a batch alike.
+loss tokens have the same weight. (The `Trainer` of transformers weights a batch's mean by its number of sequences.)
 """
 
 import itertools

@@ -71,7 +71,7 @@ class AnswerLogps:
 
 
 class PreferenceScorer(PairScorer):
-    """Computes the DPO loss of each pair and the rewards of its answers. The statistics have the names in TRL.
+    """Computes the DPO loss of each pair and the rewards of its answers. The statistics are named as in TRL.
 
     `reference`, float64 `[pairs, 2]` on the host, contains the reference model's log-probabilities of the answers in
     all pairs of the data set. The values may be filled in until the first call.

@@ -84,7 +84,7 @@ class GRPOObjective(Objective):
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html) of the KL divergence at each token, `[K]`."""
+    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html) of the KL divergence from `reference`, `[K]`."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 

@@ -40,7 +40,7 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    `prompt_lengths` are those of all prompts in the data set, and `observed` contains completion lengths by prompt. The
+    `prompt_lengths` are those of all prompts in the data set. `observed` maps prompt indices to completion lengths. The
     prediction is the observed length or else, if the observed prompts differ in length, a linear regression on prompt
     lengths, or else the prompt length. All ranks predict the same, because the sums in the regression are exact.
     """
