@@ -19,9 +19,9 @@ from odc_mpi.training.settings import Config
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> KVSizes | str | None:
-    """Return the sizes of the buffers for keys and values, or why sequences are not split, or None if it is off.
+    """Return the sizes of the buffers for keys and values, or the reason (text) why no sequence can be split.
 
-    `meta_model` must not have adapters yet.
+    Returns None if `data.context_parallel` is off. `meta_model` must lack adapters. `size` is the number of ranks.
     """
     if config.data.context_parallel == "off":
         return None
@@ -59,8 +59,8 @@ def validate_context_parallel(config: Config) -> None:
 def chunk_microbatches(windows: KVWindows, minibatch: Minibatch, first: int) -> Iterator[tuple[Microbatch, int]]:
     """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
-    The caller must run the forward and backward passes of a chunk before requesting the next one. Split sequences are
-    numbered from `first`. In a run, all ranks must give all split sequences the same numbers, which must increase by 1.
+    The caller must run the forward and backward passes of a chunk before requesting the next one. `first` is the number
+    of the minibatch's first split sequence. In a run, all ranks number the split sequences consecutively from 1.
     """
     for turn, split in enumerate(minibatch.plan.splits, first):
         if minibatch.rank not in split.ranks:

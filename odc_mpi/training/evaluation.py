@@ -2,7 +2,7 @@
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
 microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results. All
-loss tokens have the same weight, unlike in the `Trainer` of transformers, which weights the sequences of a batch alike.
+loss tokens have the same weight. (The `Trainer` of transformers weights a batch's mean by its number of sequences.)
 """
 
 import itertools
@@ -75,7 +75,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class ForwardPass:
-    """Runs forward passes over sequences of a data set. Ranks claim the microbatches. Construction is collective."""
+    """Runs forward passes over sequences of `dataset`. Ranks claim the microbatches. Construction is collective."""
 
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -91,7 +91,7 @@ class ForwardPass:
         self._tickets = Tickets(world)
 
     def plan(self, indices: npt.NDArray[np.int64]) -> Minibatch:
-        """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`. Does not communicate."""
+        """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`, equal on all ranks."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
         return self._placeholders.apply(Minibatch(0, 0, indices, plan, world.rank, self.dataset))
@@ -99,6 +99,7 @@ class ForwardPass:
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
         """Call `score` on each microbatch, without gradients, and return the results of all ranks. Collective.
 
+        The results must be picklable, and have no fixed order. Before the next call, the ranks must synchronize.
         Raises `DamageFoundError` on every rank if any rank could not read a sequence.
         """
         results, training = [], self._model.module.training
@@ -111,7 +112,7 @@ class ForwardPass:
             self._model.train(training)
         gathered = self._world.gather_objects(results)
         self._placeholders.raise_damage(self._world)
-        self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
+        self._tickets.reset()  # all ranks are done, and claim again only after they have synchronized once more
         return list(itertools.chain.from_iterable(gathered))
 
 
@@ -143,7 +144,7 @@ class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
 
 
 class PairEvaluator(HeldOutEvaluator[PairScorer]):
-    """Reports the metrics of a `PairScorer` on held-out pairs, named as in training but with the prefix `eval_`."""
+    """Reports loss and statistics of a `PairScorer` on held-out pairs, named as in training but prefixed by `eval_`."""
 
     def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: PairScorer) -> None:
         super().__init__(run, model, forward_pass, scorer)
@@ -157,7 +158,7 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
         self.summary = {**self.summary, **fields}  # type: ignore[misc]
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics over the held-out pairs. Collective."""
+        """Return the loss and the statistics over the held-out pairs. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)

@@ -1,7 +1,7 @@
 """Exact runs (`run.exact`), whose results are bitwise identical on any number of ranks. See docs/exact.md.
 
-An exact run stores its numerics fingerprint in summary.json and in checkpoints, under the key `arithmetic`: the
-processor, torch, threads and environment variables that affect the last bits of results.
+The numerics fingerprint of a run consists of what affects the last bits of results: the processor, torch, threads and
+environment variables. An exact run stores it in summary.json and in checkpoints, under the key `arithmetic`.
 """
 
 import math
@@ -80,13 +80,13 @@ def deterministic_algorithms(config: Config) -> Iterator[None]:
 
 
 class ExponentCallback(Callback):
-    """Saves and restores the exponents of fixed-point gradients, and reports their rounding error."""
+    """Saves and restores the exponents of fixed-point gradients, and reports the rounding error of these gradients."""
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
 
     def __init__(self, gradient_format: FixedPointGradients, loss_normalizer: float = 1.0) -> None:
         self._gradient_format = gradient_format
-        # Until `Update` divides the gradients by this factor, they may be larger than those of a mean loss.
+        # Until `Update` divides the gradients by `loss_normalizer`, they may be larger than those of a mean loss.
         shift = math.ceil(math.log2(loss_normalizer))
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
@@ -114,8 +114,8 @@ class ExponentCallback(Callback):
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    A difference between ranks raises `AllRanksUserError`, or a warning if it is the processor. The fingerprint is also
-    compared with that in this run's checkpoint: only a different `run.threads` raises `AllRanksUserError`.
+    Raises `AllRanksUserError` if the fingerprints differ, except in the processor, which causes a warning. If
+    `resume_point` continues this run, a change of `run.threads` raises the same error; other changes cause a warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)
@@ -157,7 +157,6 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the name and the model numbers of the processor in /proc/cpuinfo, or "" if they are unknown."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -63,8 +63,8 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
-    `num_islands` is the number of islands that train separately. Raises `UserError` if settings, data and model do not
-    match, or if a file cannot be used.
+    `num_islands` is the number of islands if they train separately, or else 1. Raises `UserError` if settings, data and
+    model do not match, or if a file cannot be used.
     """
     validate_context_parallel(config)
     objective = config.run.objective
@@ -186,7 +186,7 @@ def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> Cost
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return the FLOPs of a sequence: 6 per token and trainable parameter, 4 per frozen one, plus attention."""
+    """Return a model of a sequence's FLOPs: 6 per token and trainable parameter, 4 per frozen one, plus attention."""
     flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
     return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
 
@@ -228,7 +228,6 @@ def _load_tokenizer(path: Path, setting: str) -> Any:
 
 
 def _find_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a model directory or checkpoint, or None if it has no tokenizer."""
     if checkpoint := find_checkpoint(path):
         with checkpoint:
             files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)

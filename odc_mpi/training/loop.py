@@ -5,8 +5,8 @@
     Update            clips gradients and runs the optimizer
     Callback          anything else with hooks in the loop; the three classes above are callbacks, too
 
-A step runs the microbatches (one-sided), completes the gradients, computes the gradient norm if they are clipped, runs
-the optimizer, and publishes the parameters (all collective). See docs/ordering.md.
+A step runs the microbatches (one-sided), completes the gradients (collective), computes their norm if they are clipped
+(collective), runs the optimizer, and publishes the parameters (collective). See docs/ordering.md.
 """
 
 import math
@@ -54,11 +54,11 @@ class MinibatchSource(Callback, ABC):
 class Objective(Callback, ABC):
     """Base class for training objectives, which compute the loss to minimize. Subclasses report the metric `loss`.
 
-    `gathered_names` names the loss, followed by the `statistics`. They are summed over the microbatches of a step, or
-    reduced by `extremes`. The sums are rounded, so that they do not depend on the order of the microbatches.
+    `gathered_names` names the loss, followed by the `statistics`. These values are summed over the microbatches of a
+    step, or reduced by `extremes`. Summands are rounded, so that sums do not depend on the order of the microbatches.
 
     Attributes:
-        extremes: Statistics of which the minimum (min) or the maximum (max) is reported instead of the sum.
+        extremes: `min` or `max` for each statistic whose minimum or maximum is reported instead of the sum, by name.
         max_summand: Bound for `round_for_exact_sum`: sums are exact as long as they are below 2**8 times this number.
         loss_normalizer: Divisor of the summed gradients. `on_gathered` may lower it.
         statistics: Further values from the last microbatch, `[k]`, such as metrics, on the model's device. Set by
@@ -74,7 +74,7 @@ class Objective(Callback, ABC):
 
     @abstractmethod
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the scalar loss of a microbatch whose tensors are on the model's device. One-sided."""
+        """Return the scalar loss of a microbatch on the model's device, not divided by `loss_normalizer`. One-sided."""
 
     @override
     def on_step_begin(self, step: Step) -> None:

@@ -27,8 +27,9 @@ from odc_mpi.training.settings import RunConfig
 class NonFiniteReport(Callback):
     """Reports the origin of a non-finite gradient after each skipped step: rank, sequences and unit, if known.
 
-    With `run.detect_anomaly`, the run ends there, and the origin and its inputs are written to anomaly.json. Otherwise,
-    it ends after `run.max_skipped_steps` skipped steps in a row. A resumed run takes their number from `metadata`.
+    With `run.detect_anomaly`, the first skipped step ends the run, and the origin and the model inputs of its sequences
+    are written to anomaly.json. Otherwise, `run.max_skipped_steps` skipped steps in a row end the run. `metadata` is
+    that of the checkpoint from which the run resumes, with the number of steps skipped in a row so far.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """Report a skipped step. Collective in this case. Raises `TrainingError` after too many in a row."""
+        """If the step was skipped, report it, and fail with `TrainingError` if the run must end. Collective then."""
         self._num_skipped = self._num_skipped + 1 if step.metrics["skipped"] else 0
         if not self._num_skipped:
             return
@@ -116,17 +117,17 @@ class NonFiniteReport(Callback):
 
 
 def _name(found: dict[str, Any]) -> str:
-    """Return text that identifies the sequences by their indices in the data set."""
     numbers = ", ".join(map(str, found["sequences"]))
     return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 
 
 @contextmanager
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
-    """Context manager that finds the first unit whose output is not finite in a forward pass. Yields a dictionary.
+    """Context manager that finds the first non-finite input or output of a unit in a forward pass. Yields a dictionary.
 
-    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" if
-    its input was already non-finite. `token` is the index of the first such token, or None if there is no such axis.
+    The dictionary stays empty if all values are finite. Otherwise, `unit` is the name of the unit whose output is not
+    finite, or "" for an input or for the root unit. `token` is the index of the first token with a non-finite value in
+    the first row of the batch, or None if the values are not `[batch, tokens, features]`.
     """
     found: dict[str, Any] = {}
 

@@ -168,7 +168,7 @@ def train(
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration with `run.steps` set, computed from `run.num_train_epochs` (default 1) if it is 0."""
+    """Return the configuration, with a `run.steps` of 0 replaced by the steps of `run.num_train_epochs` (default 1)."""
     if config.run.steps:
         return config
     epochs = config.run.num_train_epochs or 1.0
@@ -210,7 +210,7 @@ def build_trainer(
     check_stop: Callable[[], None] = lambda: None,
     islands: Islands | None = None,
 ) -> Trainer:
-    """Build the trainer of a run, and restore the checkpoint of `resume_point`, if given, and close it. Collective.
+    """Build the trainer of a run. Restore and close the checkpoint of `resume_point`, if given. Collective.
 
     `check_stop`, which may raise an error on all ranks, is called while a DPO run computes reference log-probabilities.
     """

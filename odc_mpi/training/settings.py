@@ -202,7 +202,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
     The arguments have the form ``--section.key value`` or ``--section.key=value``. Names in `training.parsing.aliases`
     are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`. Raises
-    `UserError`, whose message is one line that names the source and the setting.
+    `UserError` if a setting is unknown, invalid or missing, with a line that names the source and the setting.
     """
     source = str(path) if path else COMMAND_LINE
     return _build(read_values(path, overrides)[0], source)
@@ -283,7 +283,7 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate for `optim.learning_rate: auto`: TRL's defaults, or more with adapters."""
+    """Return the learning rate for auto: TRL's defaults, or more with adapters or, in fine-tuning, for a new model."""
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
         return 1e-5 if has_adapters else 1e-6

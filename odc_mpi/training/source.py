@@ -35,7 +35,7 @@ class DamageFoundError(AllRanksUserError):
 class PlaceholderDataset:
     """View of a data set that returns placeholders for sequences that cannot be read.
 
-    A placeholder has the lengths of its sequence, but all its tokens are 0. `damage` is the first read error, or None.
+    A placeholder has as many tokens (all 0) and loss tokens as its sequence. `damage` is the first read error, or None.
     """
 
     def __init__(self, dataset: Dataset) -> None:

@@ -38,7 +38,7 @@ class Update(Callback):
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
         """Divide gradients by `loss_normalizer`, clip them and run the optimizer. Collective if gradients are clipped.
 
-        The optimizer step is skipped unless the gradients on all ranks (`finite`) and the gradient norm are finite.
+        The optimizer step is skipped unless the gradients are finite on all ranks (`finite`) and their norm is finite.
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
@@ -64,7 +64,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the settings select, for parameters or for this rank's shards of them.
 
-    Parameters with fewer than two dimensions in `shapes`, the unsharded shapes by name, have no weight decay.
+    For `shapes` and `fused`, see `build_optimizer`. Parameters with fewer than two dimensions have no weight decay.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

@@ -1,7 +1,7 @@
 """Estimate of the memory that a rank needs, by purpose. Nothing is allocated, so the model need not fit in memory.
 
-Activations are the tensors that autograd saves in a forward pass of a few tokens on the meta device or, if the model
-cannot run there, those of a formula. Attention scores are counted only for eager attention and soft caps.
+Activations are estimated from the tensors that autograd saves for a few tokens on the meta device or, if the model
+cannot run there, with a formula. Attention scores are counted only for eager attention and soft caps.
 """
 
 from collections.abc import Sequence
@@ -154,7 +154,6 @@ def _outer_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
 
 
 def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:
-    """Return a rank's share of the node cache in bytes, or 0 if there is no node cache."""
     comm, num_bytes = config.comm, sum(sizes.units)
     if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
         return 0

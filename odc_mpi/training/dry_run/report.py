@@ -27,7 +27,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     """Print the memory per rank, the number of steps and, except for GRPO, the first microbatch of a run. Collective.
 
     The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. No file is
-    written, except for models that are downloaded. Raises `AllRanksUserError` for the same reasons as `train`.
+    written, except for downloaded models. Raises `AllRanksUserError` if the settings, data or model cannot be used.
     """
     config = resolve_settings(config, world)[0]
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)

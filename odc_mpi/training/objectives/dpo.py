@@ -49,7 +49,8 @@ class AnswerScores(NamedTuple):
 class AnswerLogps:
     """Computes the log-probabilities of both answers in each pair under a model.
 
-    `packs` is False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
+    If `packs` is False, each answer is in a separate row, and a microbatch must have only one pair (see
+    `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
@@ -70,10 +71,10 @@ class AnswerLogps:
 
 
 class PreferenceScorer(PairScorer):
-    """Computes the DPO loss of each pair and the rewards of its answers. The statistics have the names in TRL.
+    """Computes the DPO loss of each pair and the rewards of its answers. The statistics are named as in TRL.
 
-    `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs in the data set under the reference
-    model, which may be filled in until the first call.
+    `reference`, float64 `[pairs, 2]` on the host, contains the reference model's log-probabilities of the answers in
+    all pairs of the data set. The values may be filled in until the first call.
     """
 
     statistics = (
@@ -126,8 +127,9 @@ def pair_loss(dpo: DPOConfig, ratios: torch.Tensor, scores: AnswerScores, mean_c
 def pair_statistics(dpo: DPOConfig, ratios: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     """Return the `PreferenceScorer.statistics` of each pair, float64 `[pairs, 6]`.
 
-    The reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward,
-    0.5 if the rewards are equal (0 in TRL), and 0 otherwise.
+    `ratios` are the log-ratios of the answers, and `logps` their log-probabilities, both float64 `[pairs, 2]`. The
+    reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward, 0.5
+    if the rewards are equal (0 in TRL), and 0 otherwise.
     """
     rewards = dpo.beta * ratios
     margins = rewards[:, :1] - rewards[:, 1:]

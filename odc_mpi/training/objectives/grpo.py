@@ -30,7 +30,7 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """GRPO loss of at most `num_groups` prompt groups, with a normalizer from the counts of `RolloutSource`."""
+    """GRPO loss of minibatches of at most `num_groups` prompt groups, normalized by the counts of `RolloutSource`."""
 
     extremes: ClassVar = {"logp_difference_max": max}
 
@@ -84,12 +84,12 @@ class GRPOObjective(Objective):
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html) of the KL divergence at each token, `[K]`."""
+    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html) of the KL divergence from `reference`, `[K]`."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor of a minibatch's summed loss for `rl.loss_type`, which is at least 1."""
+    """Return the divisor, at least 1, of a minibatch's summed loss for `rl.loss_type`. Tokens are loss tokens."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

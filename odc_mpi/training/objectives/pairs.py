@@ -35,8 +35,8 @@ class PairScores(NamedTuple):
 class PairScorer(ABC):
     """Base class for callables that compute the losses of pairs under a model.
 
-    `statistics` are the names of the statistics of each pair, and `token_sums` those of the sums over loss tokens. The
-    statistics `margin` and `accuracy` are shown in the progress line.
+    `statistics` are the names of the statistics of each pair, and `token_sums` those of the sums over loss tokens.
+    `margin` and `accuracy` are the names of the two statistics in the progress line.
     """
 
     statistics: tuple[str, ...]

@@ -18,9 +18,8 @@ class RewardScorer(PairScorer):
     """Computes the rewards of the answers in pairs, and from them the loss and the statistics of each pair.
 
     The loss is -log s(r_chosen - r_rejected), where s is the logistic function, plus `center_rewards_coefficient` times
-    the square of the sum of both rewards (arXiv 2312.09244). The statistics have the names of TRL's metrics.
-
-    `packs` is False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
+    the square of the sum of both rewards (arXiv 2312.09244). The statistics have the names of TRL's metrics. For
+    `packs`, see `training.objectives.dpo.AnswerLogps`.
     """
 
     statistics = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")

@@ -33,6 +33,7 @@ def build_dpo(
 
     `weights_digest` returns a digest of the parameters, and `check_stop` raises an error on all ranks if a stop was
     requested. Both are collective. The model is set to evaluation mode, so that dropout changes no log-probability.
+    Reference log-probabilities are also read from the run directory of `resume_point`.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()

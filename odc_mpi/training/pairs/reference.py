@@ -36,12 +36,12 @@ class ReferenceLogps(Callback):
 
     Args:
         passes: Forward pass and function of the needed pairs, for the training data and for the held-out data, if any.
-        directories: Directories to read log-probabilities from. New ones are written to the first, the run directory.
+        directories: Directories of stored log-probabilities. The first, in which new ones are stored, is `run.dir`.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
 
     Attributes:
-        values: Log-probabilities of all pairs in the data set of each pass, float64 `[pairs, 2]`; NaN if not computed.
+        values: For each pass, log-probabilities of all answers in its data set, float64 `[pairs, 2]`; NaN if unknown.
         model_digest: Digest of the reference model. Unless it was restored, it is None until `on_train_begin`.
     """
 

@@ -44,7 +44,7 @@ class RewardConfig:
 
 
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the DPO settings in `values` contradict each other. The message names `source`."""
+    """Raise `UserError` if a DPO setting in `values` contradicts any other setting. The error names `source`."""
     if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")

@@ -46,7 +46,7 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads the values of `settings`. `reasons` has functions that explain why a value of a setting is invalid."""
+    """Reads the values of `settings`. `reasons` maps settings to functions that explain why a value is invalid."""
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
         self._settings, self._reasons = settings, reasons
@@ -60,7 +60,7 @@ class Reader:
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values in `document`, read from `source`, and in `arguments`, with their sources, by setting."""
+        """Return values and their sources, by setting. `arguments` override `document`, the parsed YAML of `source`."""
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective
         for item in given:
@@ -129,7 +129,6 @@ class Reader:
         )
 
     def _similar(self, section: str, leaf: str) -> str | None:
-        """Return the name of the most similar setting, or None if none is similar enough."""
         candidates = {name.partition(".")[2]: name for name in self._settings if name.startswith(f"{section}.")}
         candidates = candidates or {name.replace(".", ""): name for name in self._settings} | self._by_leaf
         near = difflib.get_close_matches(leaf, candidates, n=1, cutoff=_SIMILAR)
@@ -167,7 +166,7 @@ class Reader:
 
 
 def split_arguments(arguments: Sequence[str]) -> Iterator[_Given]:
-    """Split command-line arguments such as ``--name value value`` or ``--name=value`` into names and words."""
+    """Split arguments such as ``--name value value`` and ``--name=value``. Raises `UserError` if a value is first."""
     name, words = "", list[str]()
     for argument in (*arguments, None):
         if argument is None or argument.startswith("--"):

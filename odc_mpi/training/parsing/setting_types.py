@@ -56,7 +56,8 @@ def validate_value(
 ) -> Any:
     """Check a value read from YAML, and return it converted to `hint`, the type of its setting.
 
-    Raises `UserError` if the type is wrong, with the text that `explain` returns for the value, or if a check fails.
+    Raises `UserError` if a check fails or the type is wrong. The message begins with `name` and, for a wrong type, ends
+    with the text that `explain` returns for the value.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):

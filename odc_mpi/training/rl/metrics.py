@@ -24,7 +24,7 @@ _COUNTS = (
 class RolloutMetrics:
     """Metrics of the rollouts of a step that has at most `num_groups` prompt groups.
 
-    The ranks gather floating-point values of each group separately, and add them in the order of the prompts.
+    The ranks gather floating-point values of each group separately, so sums do not depend on the order of groups.
     """
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
@@ -50,7 +50,7 @@ class RolloutMetrics:
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Add the group at `position` in the minibatch. `excluded`, bool `[completions]`, are not in the loss."""
+        """Add the group at `position` in the minibatch. `excluded`, bool `[completions]`, marks those without loss."""
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
         added = {
@@ -128,7 +128,6 @@ class RolloutMetrics:
 
 
 def _standard_deviation(count: float, total: float, squares: float) -> float | None:
-    """Return the standard deviation of rewards with Bessel's correction, or None if there are fewer than two."""
     if count < 2:
         return None
     return float(np.sqrt(max(0.0, squares - total**2 / count) / (count - 1)))

@@ -40,8 +40,9 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    The prediction is the last length `observed` for the prompt, or else a linear regression of observed lengths on
-    prompt lengths (the prompt length if all are equal). Its sums are exact, so all ranks predict the same lengths.
+    `prompt_lengths` are those of all prompts in the data set. `observed` maps prompt indices to completion lengths. The
+    prediction is the observed length or else, if the observed prompts differ in length, a linear regression on prompt
+    lengths, or else the prompt length. All ranks predict the same, because the sums in the regression are exact.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0
@@ -51,10 +52,10 @@ def predict_lengths(
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
-    """Return batches of prompt indices to decode together, in order of decreasing length.
+    """Return batches of prompts to decode together, in order of decreasing length.
 
-    `lengths` are numbers of tokens. A batch has at most `max_prompts` prompts, and at most the number of prompts
-    divided by `num_shares`, rounded up.
+    Prompts are given by their positions in `lengths`, numbers of tokens. A batch has at most `max_prompts` prompts (but
+    one or more), and at most the number of prompts divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
@@ -62,7 +63,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Prepares prompts for sampling, and converts completions to text and to arguments for reward functions."""
+    """Prepares prompts for sampling, and completions for reward functions. Raises `UserError` without stop tokens."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer

@@ -54,8 +54,8 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Some completions are printed, and written to completions.jsonl. If `packs` is False, a microbatch has one
-    completion.
+    Every `rl.log_completions` steps, some completions are printed and written to completions.jsonl. If `packs` is
+    False, a microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -142,7 +142,6 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def _warn_once(self, step: Step) -> None:
-        """On rank 0, warn once if rewards are equal within every group, and once if most completions are truncated."""
         warnings = {}
         if step.metrics["frac_reward_zero_std"] == 1:
             warnings["equal"] = (

@@ -4,7 +4,7 @@ local_values   report which file a background thread of this rank has written, w
 on_gathered    once all ranks have written their files, publish the checkpoint on rank 0
 on_step_end    if a checkpoint is due, wait for the previous one, copy this rank's shards, and start a thread that
                writes them (collective)
-on_train_end   wait for the last checkpoint, for at most `comm.timeout_s` (collective)
+on_train_end   wait until the last checkpoint is written and published, each at most `comm.timeout_s` (collective)
 """
 
 import importlib.metadata
@@ -50,7 +50,7 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     `stop` must precede this callback in `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run
-    takes over the lock, saving stops. `outer_loop` is that of islands that train separately, if any.
+    takes over the lock, saving stops. `metadata` comes from `run_metadata`. `outer_loop` is the trainer's, if any.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -105,12 +105,12 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Start saving a checkpoint of the last complete step, unless this was already started. Collective."""
+        """Start saving a checkpoint of `step`, the last complete step, unless it is already being saved. Collective."""
         if step != self._last:
             self._save(step)
 
     def parameters_digest(self) -> str:
-        """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective."""
+        """Return the digest that `odc-mpi checkpoint digest` would print for the current state. Collective."""
         return state_digest(self._world, self._state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class CheckpointCallback(Callback):
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
-        """Wait for the last checkpoint, and return the summary entries about checkpoints. Collective."""
+        """Wait for the last checkpoint, and return summary entries. Must precede `raise_outcome`. Collective."""
         self._wait_for_pending()
         saver = self._saver
         gathered = self._world.gather_objects(
@@ -136,7 +136,7 @@ class CheckpointCallback(Callback):
         }
 
     def raise_outcome(self, step: int) -> None:
-        """Raise `TrainingError` if the last save failed, or `StoppedError` if the run was stopped after `step`."""
+        """Raise `TrainingError` if the last save failed, or `StoppedError` if the run was stopped early, at `step`."""
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
         if self._stop.requested_on_any_rank and step < self._run.steps:
@@ -157,7 +157,6 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        """Record a step as the best if its evaluation loss is below that of the best checkpoint so far."""
         loss = step.metrics.get("eval_loss")
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
             self._best = {"step": step.number, "eval_loss": loss}
@@ -206,7 +205,7 @@ def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: Res
 def _adapter_metadata(
     config: Config, world: World, model: MetaModel, resume_point: ResumePoint | None
 ) -> dict[str, Any]:
-    """Return the metadata of the adapters, with digests of their base, of which each rank hashes a part. Collective."""
+    """Return the metadata of the adapters with digests of their base, or {} without adapters. Collective."""
     base = model.base
     if base is None:
         return {}
@@ -222,7 +221,7 @@ def _adapter_metadata(
 
 
 def state_digest(world: World, state: TrainingState) -> str:
-    """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective."""
+    """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of `state`. Collective."""
     # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
     manifest = state.make_manifest(0, {}, world.gather_objects(state.state_records()))
     digest = compute_digest(manifest, partial(_send_blocks, world, state.local_ranges()))

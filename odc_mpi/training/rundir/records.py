@@ -21,7 +21,7 @@ RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACK
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
-    """Prepare the directory of a new run: move the files of an earlier run to `earlier-N`, and write config.yaml."""
+    """Move an earlier run's files to `earlier-N`, and write config.yaml. Raises `UserError` if writing fails."""
     with convert_write_errors(path):
         make_directory(path)
         remove_incomplete(path / CHECKPOINTS)
@@ -35,7 +35,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     """Prepare the directory of a run that resumes from the checkpoint of `step`, and write config.yaml.
 
     Deletes the trace, the summary, anomaly.json, and the metrics and completions of later steps. Moves the checkpoints
-    of later steps to `earlier-N`.
+    of later steps to `earlier-N`. Raises `UserError` if a file cannot be written.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)

@@ -46,8 +46,8 @@ _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start
 class ResumePoint:
     """Checkpoint from which a run starts.
 
-    `continues_this_run` is True if the checkpoint is in `run.dir`, so its run continues. `path` is the absolute path
-    given by `run.resume` when the run first started, or None if it started from scratch.
+    `continues_this_run` is True if the checkpoint is in `run.dir`, so that the run which saved it continues. `path` is
+    the last path to which `run.resume` of this run was set, made absolute, or None if it was never set to a path.
     """
 
     checkpoint: Checkpoint
@@ -105,7 +105,8 @@ class DeferredErrorWeights(CheckpointWeights):
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
     """Open the checkpoint from which the run starts, if any, and restore the model's buffers from it. Collective.
 
-    Raises `AllRanksUserError` if it does not match the inputs, or if checkpoints exist but none is complete.
+    Raises `AllRanksUserError` if the checkpoint does not match `config` or `inputs`, if `run.resume` is a path without
+    checkpoints, or if checkpoints exist but none is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -118,7 +119,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Lock the run directory, prepare its files and return the lock. Call this on rank 0 only."""
+    """Lock the run directory, prepare its files, return the lock. Rank 0 only. For errors, see `RunDirectoryLock`."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)
@@ -149,7 +150,7 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
     """Close the checkpoint of a complete run, print a notice on rank 0, and return a summary with only `steps`.
 
-    Raises `AllRanksUserError` if a setting that can no longer have an effect, such as the learning rate, was changed.
+    Raises `AllRanksUserError` if a setting was changed that would have affected the run, such as the learning rate.
     """
     resume_point.checkpoint.close()
     changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)

@@ -2,7 +2,7 @@
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
 because each run binds an abstract socket named after the directory. (File locks can hang on network file systems.) On
-another host, it warns and writes its token to owner.json; the first run finds it there and stops saving.
+another host, the second run warns and writes its token to owner.json, where the first run finds it and stops saving.
 """
 
 import errno
@@ -27,9 +27,9 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock on a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
 
-    The constructor waits for at most `LOCK_TIMEOUT_S` seconds, and at most half of `timeout_s`, after which the other
-    ranks give up. Raises `UserError` if another run on this host holds the lock, or if the directory cannot be written
-    to.
+    The constructor waits for at most `LOCK_TIMEOUT_S` seconds, and at most `timeout_s / 2`: the other ranks give up
+    after `timeout_s`. Raises `UserError` if another run on this host holds the lock, or if the directory cannot be
+    written to.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -108,7 +108,6 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the contents of a lock file, or an empty dictionary if it is missing or invalid."""
     try:
         record = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
