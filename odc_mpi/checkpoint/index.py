@@ -69,8 +69,8 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
     """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
     For each part, in order, yields its start and stop, and the hyperslab that has the same elements in the same order.
-    The parts are the end of a row of the first dimension, complete rows, and the beginning of a row. Parts of rows are
-    split recursively. `shape` must have at least one dimension.
+    The parts are the end of a row `tensor[i]`, complete rows, and the beginning of a row. Parts of rows are split
+    recursively. `shape` must have at least one dimension.
     """
     if start >= stop:
         return

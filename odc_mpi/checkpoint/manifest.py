@@ -139,7 +139,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raise `VersionError` if its version differs, or `UserError` if it is not intact."""
+    """Read a checkpoint's manifest. Raise `VersionError` if its version differs, `UserError` without an intact one."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())

@@ -74,7 +74,7 @@ def _draw_savings(axes: Axes, end_s: float, saved_s: float) -> None:
 
 
 def bars(panels: Sequence[BarPanel]) -> Drawing:
-    """Draw panels side by side, with the labels of the first. Other panels may lack only the last of its bars."""
+    """Draw panels side by side. All panels must have bars for the same labels, in the same order."""
     rows, row_height = panels[0].bars, 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)
