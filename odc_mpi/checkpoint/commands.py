@@ -1,4 +1,4 @@
-"""Output of `odc-mpi checkpoint list | verify | show | digest | index`."""
+"""Output of `odc-mpi checkpoint list | verify | show | digest | index`. `path` is as in `checkpoint_directories`."""
 
 import math
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint in a run directory. Raise `UserError` if it is damaged or there is none."""
+    """Open the newest complete checkpoint in `path`. Raise `UserError` if it is damaged or there is no complete one."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
 
 
 def list_lines(path: Path) -> Iterator[str]:
-    """Yield a line to print for each checkpoint in `path` (see `checkpoint_directories`), oldest first."""
+    """Yield a line to print for each checkpoint in `path`, oldest first."""
     for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
@@ -35,7 +35,7 @@ def list_lines(path: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Verify every byte of all checkpoints in `path` (see `checkpoint_directories`).
+    """Verify every byte of all checkpoints in `path`.
 
     Return the lines to print, and the number of checkpoints that are damaged or could not be verified.
     """
@@ -55,7 +55,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield lines that describe the newest checkpoint in a run directory, including the norm of each tensor."""
+    """Yield lines to print that describe the newest checkpoint in `path`, including the 2-norm of each tensor."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         ranks = f"ranks {manifest.size}" + (f", islands {manifest.num_islands}" if manifest.num_islands else "")
@@ -81,7 +81,7 @@ def digest_line(path: Path) -> str:
 
 
 def index_line(path: Path) -> str:
-    """Write index.h5 for the newest checkpoint in a run directory, and return a line with its path to print."""
+    """Write index.h5 for the newest checkpoint in `path`, and return a line to print. Raise `UserError` on damage."""
     with open_newest_checkpoint(path) as checkpoint:
         if error := checkpoint.check_files(range(checkpoint.manifest.size)):
             raise UserError(error)
@@ -92,7 +92,6 @@ def index_line(path: Path) -> str:
 
 
 def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
-    """Yield the elements of a tensor in blocks, in order and in the stored type."""
     for start, stop in blocks(0, checkpoint.record(name).numel):
         yield checkpoint.read(name, start, stop)
 

@@ -1,11 +1,10 @@
 """The index of a checkpoint, index.h5, in which other HDF5 programs can find the full tensors by name.
 
-Each tensor except scalars is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If one of
-these files is missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN where possible,
-so that missing data is visible, and this package never reads a checkpoint through its index.
+Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading, unless the tensor is
+empty or 0-dimensional. If one of the files is missing, HDF5 returns the fill value without an error. The fill value is
+NaN where possible, so that missing data is visible, and this package never reads a checkpoint through its index.
 
-The size of an index grows with the number of ranks, so a checkpoint of many ranks is saved without an index. The
-command `odc-mpi checkpoint index` can write the index later.
+An index of many ranks would be large, so it is not saved. `odc-mpi checkpoint index` can write it later.
 """
 
 import math
@@ -31,7 +30,7 @@ _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 def write_index(path: Path, directory: Path, manifest: Manifest) -> FileRecord:
     """Write the index of a checkpoint to the new file `path`, and return the record of that file.
 
-    The files of all ranks must exist in `directory`, the directory of the checkpoint.
+    The files of all ranks must be in `directory`. The index refers to them by name, so it is only valid there.
     """
     with create_hdf5(path) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -70,8 +69,8 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
     """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
     For each part, in order, yields its start and stop, and the hyperslab that has the same elements in the same order.
-    The parts are the end of a row of the first dimension, complete rows, and the beginning of a row. Parts of rows are
-    split recursively. `shape` must have at least one dimension.
+    The parts are the end of a row `tensor[i]`, complete rows, and the beginning of a row. Parts of rows are split
+    recursively. `shape` must have at least one dimension.
     """
     if start >= stop:
         return

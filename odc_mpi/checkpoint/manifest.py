@@ -46,7 +46,7 @@ KINDS = ("trainable", "frozen", "buffer", "state")
 
 
 class VersionError(UserError):
-    """Raised if a checkpoint has a different format version. The checkpoint may be intact."""
+    """Raised if the format version of a checkpoint is not `VERSION`. The checkpoint may be intact."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TensorRecord:
     """Kind, torch dtype (by name) and full shape of a tensor, and its ranges in the files of the ranks.
 
     The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
-    state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are ordered and non-empty.
+    state. A range is a tuple of rank, start and stop in the flattened tensor. Non-empty ranges cover it in order.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Manifest:
 
     @property
     def num_islands(self) -> int:
-        """Number of islands with tensors of their own, which `islands.mode: outer` saves. Otherwise 0."""
+        """Number of islands that have tensors of their own: 0 unless `islands.mode` was `outer`."""
         islands = (int(path.split("/")[1]) for path in self.tensors if path.startswith("island/"))
         return max(islands, default=-1) + 1
 
@@ -139,7 +139,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raise `VersionError` for other versions, `UserError` if missing or damaged."""
+    """Read a checkpoint's manifest. Raise `VersionError` if its version differs, `UserError` without an intact one."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())
@@ -176,7 +176,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise `ValueError` unless a manifest lists the files of all ranks and its ranges cover each tensor."""
+    """Raise `ValueError` unless a manifest has valid types, files of all ranks, and ranges that cover each tensor."""
     if type(manifest.step) is not int or type(manifest.size) is not int or not isinstance(manifest.metadata, dict):
         raise ValueError("step, size or metadata has another type")
     numbers = [number for by_parameter in manifest.scalars.values() for number in by_parameter.values()]

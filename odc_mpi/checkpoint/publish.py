@@ -22,9 +22,9 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Publish a directory that contains the files of all ranks as a checkpoint, by renaming it atomically to `goal`.
+    """Publish `directory`, which contains the files of all ranks, by renaming it atomically to the checkpoint `goal`.
 
-    The manifest and, unless there are many ranks, the index are written to the directory first. `manifest` must have
+    The manifest and, unless there are many ranks, the index are written to `directory` first. `manifest` must have
     records of all ranks' files. `directory` and `goal` must have the same parent. An existing `goal` is replaced.
     """
     files = dict(manifest.files)
@@ -67,7 +67,7 @@ def recover_retired(directory: Path) -> None:
 
 
 def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
-    """Map each complete retired checkpoint that has not been replaced to its original path."""
+    """Return the original paths of complete retired checkpoints without a replacement, keyed by current path."""
     goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))
@@ -77,9 +77,9 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
 
 
 def remove_incomplete(directory: Path) -> int:
-    """Remove unfinished and replaced checkpoints that killed runs left in a directory, and return their number.
+    """Remove unfinished and retired checkpoints that killed runs left in a directory, and return their number.
 
-    `recover_retired` is called first. No run may write to the directory at the same time.
+    `recover_retired` first restores those that were not replaced. No run may write to the directory at the same time.
     """
     recover_retired(directory)
     incomplete = [path for prefix in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{prefix}*")]
@@ -89,7 +89,6 @@ def remove_incomplete(directory: Path) -> int:
 
 
 def _retire(path: Path) -> Path:
-    """Rename a checkpoint to a hidden name, and return the new path."""
     retired = path.with_name(f"{_RETIRED}{path.name}.{os.getpid()}")
     path.rename(retired)
     return retired

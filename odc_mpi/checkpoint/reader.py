@@ -60,7 +60,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Verify the files of `ranks` except for tensor data. Return the first error message, or None if intact."""
+        """Verify the files of `ranks` except tensor data. Return the first error message, or None if all are intact."""
         try:
             for rank in ranks:
                 with self._open(rank):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(threading.Thread, Generic[T]):
-    """Daemon thread that runs a function. Exceptions are ignored, so the function must report errors itself."""
+    """Daemon thread, started on construction, that calls `function`. Exceptions are lost: report them in `function`."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(name="odc_mpi-checkpoint", daemon=True)
@@ -56,7 +56,7 @@ class Saver:
 
     Args:
         directory: Directory for the checkpoints, on a file system that all nodes share.
-        token: Unique name of the run, equal on all ranks, which is part of the hidden directory's name.
+        token: Part of the names of hidden directories. Must be unique to this start of the run, and equal on all ranks.
         keep: Number of complete checkpoints to keep. 0 keeps all.
         warn: Thread-safe function that prints a line for the user.
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
@@ -125,7 +125,7 @@ class Saver:
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Process the reports of all ranks, `[size, 3]`. Once all files are written, rank 0 starts publishing them.
+        """Process all ranks' reports, float64 `[size, 3]`. Once all files are written, rank 0 starts publishing them.
 
         If a rank could not write its file, rank 0 removes the unfinished checkpoint and prints a warning instead.
         """

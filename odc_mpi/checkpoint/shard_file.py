@@ -53,7 +53,7 @@ class ShardEntry(NamedTuple):
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write non-empty `entries` to a new file, and sync it. Thread-safe. Data is written without h5py's lock."""
+    """Write `entries`, none of which is empty, to a new file, and sync it. Thread-safe. Data bypasses h5py's lock."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -139,7 +139,7 @@ def checksum_of_file(path: Path) -> FileRecord:
 
 
 class _Stored(NamedTuple):
-    """Data set in a file at `offset`. `first_block` is the index of its first checksum in the table."""
+    """Data set at byte `offset` of a file. `first_block` is the index of its first checksum in the table."""
 
     dtype: np.dtype
     numel: int

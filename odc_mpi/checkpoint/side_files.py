@@ -22,9 +22,9 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 class SideFiles:
     """Tokenizer files and special tokens of a model exported from a run with the configuration `config`.
 
-    `base` is the current location of the run's initial model, by default `model.path`. `tokenizer` contains the
-    tokenizer files, keyed by name: those of the base model if its tokenizer has a chat template, even if the run used
-    another template, and otherwise those of the run.
+    `base` is the current location of the base model, by default `model.path`. The attribute `tokenizer` maps names of
+    tokenizer files to their contents: those of the base model if its tokenizer has a chat template, even if the run
+    used another template, and otherwise those of the run.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
@@ -56,10 +56,10 @@ class SideFiles:
         return {key: value for key, value in {**defaults, **special}.items() if value is not None}
 
     def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the IDs of special tokens, keyed by setting.
+        """Return the IDs of special tokens, keyed by setting, or {} if no tokenizer can be loaded.
 
-        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base model. The other IDs are
-        those of the tokenizer or, if it has none, of the base model, as in the Trainer of transformers.
+        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base model (`defaults`). The
+        other IDs are those of the tokenizer or else of the base model, as in the Trainer of transformers.
         """
         if not self._tokenizers:
             return {}

@@ -31,7 +31,7 @@ StateRecords: TypeAlias = dict[str, dict[str, str | float]]
 
 
 class TensorRange(NamedTuple):
-    """Range of a flattened tensor in memory that is stored as `path`. `shape` is the shape of the full tensor."""
+    """Elements of a flattened tensor from `start` on, `[n]`, stored as `path`. `shape` is that of the full tensor."""
 
     path: str
     tensor: torch.Tensor
@@ -73,7 +73,7 @@ class TrainingState:
         }
 
     def state_records(self) -> StateRecords:
-        """Describe the state of this rank's slices besides `model/`. Other ranks own the state for other parameters."""
+        """Return the records of all state except `model/`, for those parameters of which this rank owns a slice."""
         records: StateRecords = {}
         for section, name, value in self._slice_state():
             records.setdefault(section, {})[name] = _name(value.dtype) if value.dim() else float(value)
@@ -82,7 +82,7 @@ class TrainingState:
     def make_manifest(self, step: int, metadata: dict[str, object], records: Sequence[StateRecords]) -> Manifest:
         """Return the manifest of the current state after `step` steps, without file records.
 
-        The manifest is complete only on rank 0; other ranks omit tensors of which they have no part. `metadata` must be
+        The manifest is complete only on rank 0, because only rank 0 has the replicated tensors. `metadata` must be
         JSON-serializable. `records` are the `state_records` of all ranks, by rank.
         """
         tensors: dict[str, TensorRecord] = {}
@@ -207,7 +207,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` unless a checkpoint and a module have the same tensors, with equal names, shapes and kinds."""
+    """Raise `UserError` unless names, shapes and kinds of tensors are equal, except for frozen ones of a base model."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
@@ -250,7 +250,7 @@ def _stored(tensor: torch.Tensor) -> npt.NDArray:
 
 
 def read_for_resume(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements as `read_tensor` does. Its `UserError` also says how to start without the checkpoint."""
+    """Read elements as `read_tensor` does, but add to a `UserError` how to start without the checkpoint."""
     try:
         return read_tensor(checkpoint, path, start, stop)
     except UserError as error:

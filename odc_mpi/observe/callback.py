@@ -83,7 +83,7 @@ class Callback:
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Prepare for training. May be collective.
 
-        `completed_steps` is the number of steps that the run completed before it was resumed. `metrics` are initially
+        `completed_steps` is the number of steps that the run completed before it was resumed. `metrics` initially has
         only `step`. If callbacks add metrics, such as those of an evaluation, a line of ``metrics.jsonl`` is written.
         """
 
@@ -93,7 +93,7 @@ class Callback:
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
         """Process the result of a microbatch. Called on the rank that ran the microbatch.
 
-        On a GPU, this is called for all microbatches of a minibatch after the last one, in their order.
+        On a GPU, this is called at the end of the minibatch, for each of its microbatches in order.
         """
 
     def local_values(self) -> Sequence[float]:

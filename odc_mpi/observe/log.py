@@ -15,8 +15,8 @@ from odc_mpi.observe.terminal import ProgressReporter
 class RunLogger(Callback):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
-    Must run after `callbacks`, which add the metrics, and whose columns are printed and summary entries written. Prints
-    `startup_lines` first. In a resumed run, only rank 0's summary includes earlier steps.
+    Must run after `callbacks`, which add the metrics and define the columns and the entries of the summary. Prints
+    `startup_lines` first. `steps` is the length of the run. Only rank 0's summary includes steps before a resumption.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 class Summary:
-    """Reduces the metrics of all steps to the content of ``summary.json``, whose keys are those of `fields`.
+    """Reduces the metrics of all steps to entries of ``summary.json``. `fields` defines the entries, keyed by name.
 
     `previous_lines` are the lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """

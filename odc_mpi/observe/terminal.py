@@ -26,7 +26,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import ProgressColumn
 
-# Names of launchers in /proc, which has at most 15 characters: MPICH and derivatives, Open MPI 4, Open MPI 5.
+# Names of launchers in /proc, of at most 15 characters each: MPICH and derivatives, Open MPI 4, Open MPI 5.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
 #: Last column: estimated time until the last step, based on the mean duration of the steps since this start.

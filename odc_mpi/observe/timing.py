@@ -18,7 +18,7 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch_stats import TRAFFIC
 from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
-#: Peak bfloat16 FLOP/s of GPUs without sparsity, from NVIDIA's data sheets. Keys are patterns for torch's device names.
+#: Peak dense bfloat16 FLOP/s of GPUs, from NVIDIA's data sheets. Keys are patterns for torch's device names.
 _PEAK_FLOPS = {
     r"GB200|B200": 2.25e15,
     r"H200|H100 80GB HBM3|GH200": 989e12,
@@ -57,14 +57,14 @@ class StartReport(Callback):
 
     @override
     def on_train_end(self) -> dict[str, Any]:
-        """Return `start_s`: seconds per phase and, as `total`, of all phases, as maxima over the ranks. Collective."""
+        """Return `start_s`: seconds per phase, and their sum as `total`, each as the maximum over ranks. Collective."""
         times_of_ranks = self._world.gather_objects(self._start_times.seconds)
         phases = {phase: max(times[phase] for times in times_of_ranks) for phase in self._start_times.seconds}
         return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}
 
 
 class StepTimeMetrics(Callback):
-    """Adds the busy and wait times of the ranks to the metrics of a step and to the summary.
+    """Adds idle and wait times, numbers of microbatches and the slowest rank to the metrics, and times to the summary.
 
     `clock` returns the time in seconds on a clock that stops while this rank waits for slower ranks.
     """
@@ -163,8 +163,8 @@ class TrafficReport(Callback):
 class IslandMetrics(Callback):
     """Adds the bytes that a rank exchanges with other islands in a minibatch, and its waits, as means over the ranks.
 
-    It waits for the other ranks of its island and for exchanges with other islands. The waits are those at the end of
-    the previous minibatch, because the ranks exchange them with their next report.
+    A rank waits for other ranks of its island and for exchanges with other islands. The waits are those at the end of
+    the previous minibatch, because `local_values` are computed before the waits of the current minibatch.
     """
 
     gathered_names = ("bytes_between_islands", "island_wait_s")

@@ -34,7 +34,7 @@ class TraceCallback(Callback):
     """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
     Create the callback right after the model's parameters are published, because the first minibatch begins then. The
-    file contains at most `num_steps` minibatches; 0 disables the trace. Islands have consecutive ranks.
+    file contains at most `num_steps` minibatches; 0 disables the trace. A microbatch has at most `max_tokens` tokens.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Gather the timelines, and write the file. If it cannot be written, print a warning. Collective."""
+        """Gather the timelines, and write ``trace.json``. Print a warning if it cannot be written. Collective."""
         if not self._steps:
             return {}
         if spans := self._spans.drain():  # the last checkpoint is saved after its step is recorded

@@ -53,6 +53,7 @@ class TrackerCallback(Callback):
 
     Args:
         names: Names of the trackers, keys of `TRACKERS`. Must be empty on all ranks except rank 0.
+        config: Settings of the run, keyed by dotted name, for the trackers to store.
         finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
 

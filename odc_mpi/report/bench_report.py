@@ -1,4 +1,4 @@
-"""Reports on benchmarks and simulations, created from the JSON object that the command prints with `--json`."""
+"""Reports on benchmarks and simulations, from the output of `odc-mpi bench --json` or `odc-mpi simulate --json`."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -147,7 +147,7 @@ def _table(table: Table) -> str:
 
 
 def terminal(report: ReportPage) -> Group:
-    """Render a report for a terminal with at least 80 columns, with only its lines and tables."""
+    """Render the subtitle, notes, figures (title, tables, caption) and tables for a terminal of at least 80 columns."""
     parts: list[RenderableType] = [Text(line) for line in (*report.subtitle, *report.notes)]
     for figure in report.figures:
         parts += [Text(), Text(figure.plot.title, "bold"), *map(_rich_table, figure.tables)]

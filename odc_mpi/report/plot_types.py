@@ -103,7 +103,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """Panel of a plot, with one or more curves.
+    """Panel of a plot, `height` pixels high, with one or more curves.
 
     `form` is "log" for a logarithmic y axis, a format specification for one that includes 0, or "" for any other.
     """
@@ -129,7 +129,7 @@ MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Return all ranks, or at most `MAX_RANKS` ranks evenly spaced from least to most busy, in ascending order."""
+    """Return all ranks, or `MAX_RANKS` ranks evenly spaced from least to most busy, in ascending order of rank."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

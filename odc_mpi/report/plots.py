@@ -74,7 +74,7 @@ def _draw_savings(axes: Axes, end_s: float, saved_s: float) -> None:
 
 
 def bars(panels: Sequence[BarPanel]) -> Drawing:
-    """Draw panels of the same bars side by side."""
+    """Draw panels side by side. All panels must have bars for the same labels, in the same order."""
     rows, row_height = panels[0].bars, 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)
@@ -116,7 +116,7 @@ def _draw_bar(axes: Axes, y: float, height: float, bar: Bar, form: str) -> None:
 
 
 def curves(rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None) -> Drawing:
-    """Draw rows of panels with a common x range. If `x_form` is given, it formats values on a logarithmic x axis."""
+    """Draw rows of panels with a common x range. With `x_form`, which formats x values, the x axis is logarithmic."""
     drawing = Drawing()
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
     for panels in rows:

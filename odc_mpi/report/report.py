@@ -17,6 +17,7 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
         source: Run directory, or file with the `--json` output of a benchmark or of `odc-mpi simulate`.
         out: Output file. By default, report.html or report.PLOT.svg in the run directory, or the path of the source
             file with the suffix .html or .PLOT.svg.
+        plot_name: Name of the plot to write as SVG. By default, the report is written as HTML.
 
     Raises:
         UserError: The source is invalid or damaged, the report has no plot `plot_name`, or the output file cannot be

@@ -114,7 +114,7 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Create a figure with each activity's share of the step time, averaged over ranks, from ``metrics.jsonl``."""
+    """Create a figure of activities' shares of the step time, averaged over ranks, from lines of ``metrics.jsonl``."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]

@@ -34,7 +34,7 @@ class Drawing:
     _hatches: dict[Style, str] = field(default_factory=dict)
 
     def add(self, tag: str, hover: str = "", content: str = "", **attributes: Any) -> None:
-        """Add the SVG element `tag` with a text content. Underscores in attribute names are replaced by hyphens.
+        """Add the SVG element `tag` with the text `content`. Underscores in attribute names are replaced by hyphens.
 
         A browser shows the text `hover` while the pointer is over the element.
         """
