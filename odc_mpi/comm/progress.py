@@ -65,7 +65,7 @@ class ProgressThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and free its communicator. Collective. Further calls do nothing."""
+        """Stop the thread and free its communicator. Collective. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -61,7 +61,7 @@ class Tickets:
                 self._window.atomic_store(host, _EMPTY, 0)
 
     def close(self) -> None:
-        """Free the counters. Collective. Further calls do nothing."""
+        """Free the counters. Collective. Idempotent."""
         if self._offsets:
             self._offsets = []
             with self._world.collective("freeing the ticket counters"):

@@ -305,7 +305,7 @@ class Transport:
         self._sync()
 
     def close(self) -> None:
-        """Free the shards. Collective. Further calls do nothing."""
+        """Free the shards. Collective. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False

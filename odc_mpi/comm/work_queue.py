@@ -139,7 +139,7 @@ class WorkQueue:
                 self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 
     def close(self) -> None:
-        """Free the queue's memory. Collective. Further calls do nothing."""
+        """Free the queue's memory. Collective. Idempotent."""
         if self._changes:
             self._changes = 0
             with self._world.collective("freeing the work queue"):

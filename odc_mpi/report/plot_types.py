@@ -89,7 +89,7 @@ class BarPanel(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Curve in a panel, in the legend unless its label is "". Missing values are NaN.
+    """Curve in a panel. It appears in the legend unless its label is "". Missing values are NaN.
 
     `marker` is drawn at each point (see `svg.Drawing.marker`).
     """

@@ -17,7 +17,7 @@ def completion_text(completion: Any) -> str:
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that equals `answer` apart from surrounding whitespace, and 0 for all others."""
+    """Return 1 for each completion that equals the column `answer` except for surrounding whitespace, else 0."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 

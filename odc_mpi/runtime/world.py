@@ -154,9 +154,9 @@ class World(AbstractContextManager["World"]):
 
     @contextmanager
     def background_progress_off(self) -> Iterator[None]:
-        """Context manager that keeps the background thread from calling MPI, for measurements of one-sided progress.
+        """Context manager that stops the background thread's periodic MPI calls, to measure one-sided progress.
 
-        Otherwise, it calls MPI twice per second for some milliseconds, so that other ranks can read this rank's status.
+        These calls, for a few milliseconds twice per second, let other ranks read this rank's status.
         """
         status = self.job.status
         assert status is not None

@@ -101,7 +101,7 @@ class KVWindows:
         world.wait_collective(world.comm.Ibarrier(), "clearing the flags of chunks")
 
     def close(self) -> None:
-        """Free the windows. Collective. Further calls do nothing."""
+        """Free the windows. Collective. Idempotent."""
         if self._open:
             self._open = False
             del self._flag_values

@@ -51,7 +51,7 @@ class Device:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory, `[num_bytes]` uint8.
 
-        Do not free it before copies from or to it have completed: the torch allocator knows the computing stream only.
+        Keep it until copies from or to it have completed: the torch allocator only tracks the stream that allocated it.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 

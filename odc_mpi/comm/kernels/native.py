@@ -108,7 +108,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
     Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so the
-    result depends only on the order. On a GPU, do not modify the segments until the kernels enqueued so far are done.
+    result depends only on the order. Other streams must not modify the segments until the enqueued kernels are done.
 
     Args:
         shard: Contiguous array `[n]` to update in place.

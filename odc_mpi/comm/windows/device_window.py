@@ -112,7 +112,7 @@ class MappedDeviceWindow:
 
 
 def mapping_error(world: World, device: Device) -> str | None:
-    """Return the reason that prevents ranks from mapping each other's device memory, or None. Collective.
+    """Return the reason why ranks cannot map each other's device memory, or None if they can. Collective.
 
     The result is the same on all ranks. Every rank writes to the memory of all ranks, then reads and checks it.
     """

@@ -129,7 +129,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file. May be called repeatedly. Attributes remain usable, but sequences can no longer be read."""
+        """Close the file. Idempotent. Attributes remain usable, but sequences can no longer be read."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ _MAX_TOKENS = 4096
 
 
 def with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Insert a copy of the shared prompt, of `prompts[i]` tokens, before each sequence i that shares one.
+    """Insert a copy of the shared prompt, of `prompts[i]` tokens, before each sequence i. 0 means that it shares none.
 
     `states` are queries, keys or values, `[1, heads, tokens, head_dim]`. Sequence i has `lengths[i]` tokens. A shared
     prompt is the beginning of the nearest earlier sequence that shares none.

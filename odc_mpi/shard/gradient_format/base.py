@@ -58,7 +58,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return the sums of squares of this rank's gradients, float64 `[k]`, with the same k on all ranks.
+        """Return numbers to be summed over all ranks for `norm`, float64 `[k]`, with the same k on all ranks.
 
         `gradients` contains the gradients of this rank's slices, by array index.
         """

@@ -166,7 +166,7 @@ class Reader:
 
 
 def split_arguments(arguments: Sequence[str]) -> Iterator[_Given]:
-    """Split arguments such as ``--name value value`` and ``--name=value``. Raises `UserError` if a value is first."""
+    """Split ``--name value value`` and ``--name=value`` arguments. Raises `UserError` if a value precedes all names."""
     name, words = "", list[str]()
     for argument in (*arguments, None):
         if argument is None or argument.startswith("--"):

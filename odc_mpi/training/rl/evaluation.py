@@ -24,7 +24,7 @@ _EXACT_SHARES = 16
 
 
 class RewardEvaluator(PeriodicEvaluator):
-    """Computes rewards on held-out prompts, which ranks claim in batches to decode. Construction is collective."""
+    """Computes rewards on held-out prompts. Ranks claim batches of prompts to decode. Construction is collective."""
 
     columns: ClassVar = (ProgressColumn("eval", 8, "{eval_reward:.4f}"),)
     summary: ClassVar = {
