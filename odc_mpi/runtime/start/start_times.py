@@ -20,7 +20,7 @@ class StartTimes:
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """End `phase`, which began when the previous one ended. Seconds in `parts` count toward other phases instead."""
+        """End `phase`, which began when the last one ended. Seconds in `parts` count toward other phases instead."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
