@@ -3,8 +3,8 @@
     python benchmarks/start.py [--config FILE | --units 8,50] [--ranks 2,4,8,16] [--json]
 
 Each measurement is a run of `odc-mpi train` for a few steps: with `--config`, or else of a small model with each number
-of units. The phases are those of `start_s` in summary.json, in seconds on the slowest rank. The losses must not depend
-on the number of ranks.
+of units (its layers and the root). The phases are those of `start_s` in summary.json, in seconds on the slowest rank.
+The script fails if the losses on different numbers of ranks differ by more than rounding.
 
 If there are fewer cores (C) than ranks (R), ranks share cores. If each rank had its own core, a phase would take about
 C / R of the measured time. The prediction for many ranks uses these reduced times. For a phase that communicates, it

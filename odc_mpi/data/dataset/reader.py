@@ -81,11 +81,13 @@ class Dataset(AbstractContextManager["Dataset"]):
             raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
         self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
         if not len(self.lengths) == len(trained) == len(self._checksums) or any(len(p) != len(trained) for p in pairs):
-            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums and pairs differ in length")
+            raise DamagedDatasetError(
+                self.path, "offsets, num_trained_tokens, checksums and pairs are for different numbers of sequences"
+            )
         if self._offsets[0] != 0 or not len(self._tokens) == len(self._loss_mask) == self._offsets[-1]:
             raise DamagedDatasetError(self.path, "offsets, tokens and loss_mask do not match")
         if (self.lengths < 2).any() or ((trained < 1) | (trained >= self.lengths)).any():
-            raise DamagedDatasetError(self.path, "the numbers of loss tokens do not match the lengths")
+            raise DamagedDatasetError(self.path, "num_trained_tokens does not match the lengths of the sequences")
         self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
         self.pair_counts: npt.NDArray[np.int64] | None = np.stack(pairs, 1).astype(np.int64) if pairs else None
         if self.pair_counts is not None and (
