@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.islands.islands import Islands
+from odc_mpi.comm.islands.outer_exchange import FragmentExchange, Received, Sent, SyncResult
 from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
-from odc_mpi.islands.fragments import ParameterSlice, Schedule, make_fragments
+from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.islands.fragment_exchange import FragmentExchange, Received, Sent, SyncResult
 from odc_mpi.training.islands.settings import check_schedule
 
 
@@ -82,19 +82,17 @@ class OuterLoop:
             )
         slices = [each for each, _ in model.slices() if each.spec.requires_grad]
         self._names = [each.spec.name for each in slices]
-        own = [ParameterSlice(each.spec.name, each.spec.numel, each.start, each.stop) for each in slices]
-        encoding, self._fragments = make_encoding(wire), make_fragments(own, fragments)
+        self._fragments = make_fragments([(each.spec.numel, each.start, each.stop) for each in slices], fragments)
         self._optimizer = OuterOptimizer(
             model.shard_parameters(),
             self._fragments,
-            encoding,
+            make_encoding(wire),
             learning_rate=learning_rate,
             momentum=momentum,
             local_share=local_share,
             error_feedback=error_feedback,
         )
-        sizes = [encoding.num_bytes(part.num_elements) for part in self._fragments]
-        self._exchange = FragmentExchange(world, islands, self._optimizer, sizes, norm_limit)
+        self._exchange = FragmentExchange(world, islands, self._optimizer, norm_limit)
         self._num_steps = 0
         # Loss tokens or pairs of each island, and steps, since each fragment was last sent.
         self._amounts = np.zeros((fragments, islands.size))

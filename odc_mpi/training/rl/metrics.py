@@ -37,11 +37,11 @@ class RolloutMetrics:
 
     def reset(self) -> None:
         """Reset all values for the next step."""
-        self._values = dict.fromkeys(self.gathered_names, 0.0) | {"shortest": np.inf}
+        self.values = dict.fromkeys(self.gathered_names, 0.0) | {"shortest": np.inf}
 
     def add(self, name: str, value: float = 1.0) -> None:
         """Add `value` to this rank's count or duration `name`."""
-        self._values[name] += value
+        self.values[name] += value
 
     def add_group(
         self,
@@ -77,17 +77,9 @@ class RolloutMetrics:
         for name, value in added.items():
             self.add(name, float(value))
         for name, value in summed.items():
-            self._values[f"{name}_{position}"] = float(value)
-        self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
-        self._values["longest"] = max(self._values["longest"], float(lengths.max()))
-
-    def local_values(self) -> list[float]:
-        """Return this rank's values, in the order of `gathered_names`."""
-        return list(self._values.values())
-
-    def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
-        """Return the mean completion length, in tokens, for the prompt at index `position` in the minibatch."""
-        return gathered.sum(f"length_{position}")
+            self.values[f"{name}_{position}"] = float(value)
+        self.values["shortest"] = min(self.values["shortest"], float(lengths.min()))
+        self.values["longest"] = max(self.values["longest"], float(lengths.max()))
 
     def _total(self, gathered: sharded.MinibatchStats, name: str) -> float:
         """Return the sum of the values `name` of all groups, computed exactly and rounded once."""
