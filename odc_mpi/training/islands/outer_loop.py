@@ -213,20 +213,16 @@ class OuterLoop:
 
         `read` returns this rank's slice of a tensor, given its kind and the parameter's name, or None if it is missing.
         """
-
-        def read_all(kind: str, targets: Sequence[torch.Tensor]) -> bool:
-            found = [(target, read(kind, name)) for name, target in zip(self._names, targets, strict=True)]
-            for target, value in found:
-                if value is not None:
+        optimizer, gradient = self._optimizer, [torch.zeros_like(each) for each in self._optimizer.outer]
+        tensors = {"model": optimizer.outer, "outer/momentum_buffer": optimizer.velocities, "outer/gradient": gradient}
+        if optimizer.residuals is not None:
+            tensors["residual"] = optimizer.residuals
+        self._gradient = None
+        for kind, targets in tensors.items():
+            for name, target in zip(self._names, targets, strict=True):
+                if (value := read(kind, name)) is not None:
                     target.copy_(value)
-            return any(value is not None for _, value in found)
-
-        read_all("model", self._optimizer.outer)
-        read_all("outer/momentum_buffer", self._optimizer.velocities)
-        if self._optimizer.residuals is not None:
-            read_all("residual", self._optimizer.residuals)
-        gradient = [torch.zeros_like(each) for each in self._optimizer.outer]
-        self._gradient = gradient if read_all("outer/gradient", gradient) else None
+                    self._gradient = gradient if targets is gradient else self._gradient
 
     def _by_name(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(self._names, slices, strict=True))

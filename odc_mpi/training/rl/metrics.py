@@ -15,8 +15,7 @@ from odc_mpi.shard import model as sharded
 #: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
-    *("groups", "equal_groups", "failed_rewards"),
-    *("generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
+    *("equal_groups", "failed_rewards", "generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
     *("groups_claimed_from_other_ranks", "groups_not_stored"),
 )
 
@@ -59,7 +58,6 @@ class RolloutMetrics:
             "loss_tokens": lengths[~excluded].sum(),
             "truncated": len(lengths) - sum(completions.stopped),
             "rewarded": len(rewards),
-            "groups": 1,
             "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
             "failed_rewards": group_rewards.num_failed,
             "groups_generated": 1,
@@ -96,7 +94,7 @@ class RolloutMetrics:
             "num_tokens": int(sums["loss_tokens"]),
             "reward": sums["reward"] / sums["rewarded"] if sums["rewarded"] else None,
             "reward_std": _standard_deviation(sums["rewarded"], sums["reward"], sums["squared_reward"]),
-            "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups"]),
+            "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups_generated"]),
             "completions/mean_length": sums["completion_tokens"] / completions,
             "completions/min_length": int(gathered.per_rank("shortest").min()),
             "completions/max_length": int(gathered.per_rank("longest").max()),
