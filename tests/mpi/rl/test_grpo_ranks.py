@@ -194,11 +194,10 @@ def test_a_reward_model_scores_the_completions(world, run, grpo_dir):
         number_words(END).save_pretrained(directory)
     world.gather_objects(None)
     functions = {"rl__reward_funcs": directory, "rl__reward_weights": "[1.0]"}
-    lines, _ = run(**functions, rl__log_completions=1, run__steps=2)
-    assert all(line["rewards/scores/mean"] == line["reward"] and line["num_tokens"] > 0 for line in lines)
+    [line], _ = run(**functions, rl__log_completions=1, run__steps=1)
+    assert line["rewards/scores/mean"] == line["reward"] and line["num_tokens"] > 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained(directory).eval()
     logged = [json.loads(line) for line in (run.base / "run" / "completions.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in logged} == {1, 2}
     for line in logged:
         tokens = [*map(int, line["prompt"].split()), *map(int, line["completion"].split()), END]
         assert line["reward"] == pytest.approx(model(torch.tensor([tokens])).logits.item(), abs=1e-5)
