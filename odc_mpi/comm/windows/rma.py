@@ -40,6 +40,9 @@ COPY_DTYPES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
 #: Maximum number of elements per message. In many MPI libraries, counts are C ints.
 MAX_MESSAGE_NUMEL = 1 << 27
+#: Maximum number of bytes per Get between nodes with Open MPI. Over TCP, Open MPI's request is as long as the requested
+#: data, or twice as long if these exceed this maximum (benchmarks/notes/upstream.md).
+OPEN_MPI_MAX_GET_BYTES = (1 << 17) - 256
 #: Alignment of data in a window, in bytes: the size of a cache line.
 ALIGNMENT = 64
 #: True if this torch version can replace the memory of a tensor, so that views of a window outlive the window.
@@ -59,6 +62,8 @@ class Window:
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
         self._views: list[torch.Tensor] = []
         self._copied, self._summed = COPY_DTYPES[dtype.itemsize], MPI_DTYPES.get(dtype)
+        is_split = world.num_nodes > 1 and world.mpi_library.startswith("Open MPI")
+        self._max_get_numel = OPEN_MPI_MAX_GET_BYTES // dtype.itemsize if is_split else MAX_MESSAGE_NUMEL
         with world.collective("allocating a window"):
             # `same_size` saves the library a table of sizes. No other hint has been found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
@@ -101,9 +106,10 @@ class Window:
 
         `base` is added to the index of each part's first element in the shard. The copies are complete after `flush`.
         """
-        get, element = self._win.Get, self._copied
-        for target, start, span in parts:
-            get([buffer, span, element], target, base + start)
+        get, element, limit = self._win.Get, self._copied, self._max_get_numel
+        for target, start, (numel, first) in parts:
+            for done in range(0, numel, limit):
+                get([buffer, (min(limit, numel - done), first + done), element], target, base + start + done)
 
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         """Start overwriting parts of other ranks' shards with parts of `values`, a contiguous buffer. One-sided.
