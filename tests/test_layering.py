@@ -16,7 +16,7 @@ ROOT = {"errors", "files", "formatting", "hdf5_file", "hub", "yaml_dialect"}
 MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
-    "comm": {"runtime"},
+    "comm": {"runtime", "islands"},
     "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
     "checkpoint": {"shard", "data.tokenizer", "data.encode"},
     "probe": {"runtime", "comm"},

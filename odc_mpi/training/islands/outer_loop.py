@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.islands.islands import Islands
+from odc_mpi.comm.islands.outer_exchange import FragmentExchange, Received, Sent, SyncResult
 from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
-from odc_mpi.islands.fragments import ParameterSlice, Schedule, make_fragments
+from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.islands.fragment_exchange import FragmentExchange, Received, Sent, SyncResult
 from odc_mpi.training.islands.settings import check_schedule
 
 
@@ -82,19 +82,17 @@ class OuterLoop:
             )
         slices = [each for each, _ in model.slices() if each.spec.requires_grad]
         self._names = [each.spec.name for each in slices]
-        own = [ParameterSlice(each.spec.name, each.spec.numel, each.start, each.stop) for each in slices]
-        encoding, self._fragments = make_encoding(wire), make_fragments(own, fragments)
+        self._fragments = make_fragments([(each.spec.numel, each.start, each.stop) for each in slices], fragments)
         self._optimizer = OuterOptimizer(
             model.shard_parameters(),
             self._fragments,
-            encoding,
+            make_encoding(wire),
             learning_rate=learning_rate,
             momentum=momentum,
             local_share=local_share,
             error_feedback=error_feedback,
         )
-        sizes = [encoding.num_bytes(part.num_elements) for part in self._fragments]
-        self._exchange = FragmentExchange(world, islands, self._optimizer, sizes, norm_limit)
+        self._exchange = FragmentExchange(world, islands, self._optimizer, norm_limit)
         self._num_steps = 0
         # Loss tokens or pairs of each island, and steps, since each fragment was last sent.
         self._amounts = np.zeros((fragments, islands.size))
@@ -215,20 +213,16 @@ class OuterLoop:
 
         `read` returns this rank's slice of a tensor, given its kind and the parameter's name, or None if it is missing.
         """
-
-        def read_all(kind: str, targets: Sequence[torch.Tensor]) -> bool:
-            found = [(target, read(kind, name)) for name, target in zip(self._names, targets, strict=True)]
-            for target, value in found:
-                if value is not None:
+        optimizer, gradient = self._optimizer, [torch.zeros_like(each) for each in self._optimizer.outer]
+        tensors = {"model": optimizer.outer, "outer/momentum_buffer": optimizer.velocities, "outer/gradient": gradient}
+        if optimizer.residuals is not None:
+            tensors["residual"] = optimizer.residuals
+        self._gradient = None
+        for kind, targets in tensors.items():
+            for name, target in zip(self._names, targets, strict=True):
+                if (value := read(kind, name)) is not None:
                     target.copy_(value)
-            return any(value is not None for _, value in found)
-
-        read_all("model", self._optimizer.outer)
-        read_all("outer/momentum_buffer", self._optimizer.velocities)
-        if self._optimizer.residuals is not None:
-            read_all("residual", self._optimizer.residuals)
-        gradient = [torch.zeros_like(each) for each in self._optimizer.outer]
-        self._gradient = gradient if read_all("outer/gradient", gradient) else None
+                    self._gradient = gradient if targets is gradient else self._gradient
 
     def _by_name(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(self._names, slices, strict=True))
