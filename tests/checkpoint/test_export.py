@@ -14,13 +14,12 @@ from damage import flip
 from ranks import run_ranks
 from safetensors import SafetensorError
 
-from odc_mpi.checkpoint import export as module
-from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.exporters import FullModelExporter
+from odc_mpi.models import export as module
+from odc_mpi.models.export import export
 from odc_mpi.shard.model import ShardedModel
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -62,7 +61,7 @@ def saved(tmp_path):
 def test_it_reports_the_same(saved, tmp_path):
     directory, state, logits = saved
     with Checkpoint(directory) as checkpoint:
-        names = export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        names = export(checkpoint, tmp_path / "out")
     assert {"config.json", "generation_config.json", "model.safetensors"} == set(names)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
@@ -80,14 +79,14 @@ def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
     with data as writer:
         writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
     with Checkpoint(saved[0]) as checkpoint:
-        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        export(checkpoint, tmp_path / "out")
     assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     directory, *_ = saved
-    alive, peaks, make = {}, [], FullModelExporter.tensor
+    alive, peaks, make = {}, [], module._read
 
     def count(*arguments):
         made = make(*arguments)
@@ -96,10 +95,10 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         peaks.append(sum(alive.values()))
         return made
 
-    monkeypatch.setattr(FullModelExporter, "tensor", count)
+    monkeypatch.setattr(module, "_read", count)
     monkeypatch.setattr(module, "FILE_BYTES", 6000)
     with Checkpoint(directory) as checkpoint:
-        names = export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        names = export(checkpoint, tmp_path / "out")
         model = [record for record in checkpoint.manifest.tensors.values() if record.kind != "state"]
         largest = max(4 * torch.Size(record.shape).numel() for record in model)
     assert len(names) > 5 and len(peaks) >= len(model), "an expert is a tensor of its own"
@@ -112,7 +111,7 @@ def test_a_full_disk_is_reported_in_one_line(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "save_file", full)
     with Checkpoint(saved[0]) as checkpoint, pytest.raises(UserError, match=r"got .*No space left on device"):
-        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        export(checkpoint, tmp_path / "out")
     assert not list(tmp_path.glob(".out*")) and not (tmp_path / "out").exists()
 
 
@@ -122,7 +121,7 @@ def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
     flip(shard, shard.stat().st_size // 2)
     before = sorted(tmp_path.iterdir())
     with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"rank_00001\.h5 is damaged"):
-        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        export(checkpoint, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -137,5 +136,5 @@ def test_it_is_on_the_disk_before_it_has_its_name(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", watch)
     with Checkpoint(saved[0]) as checkpoint:
-        names = export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        names = export(checkpoint, tmp_path / "out")
     assert flushed >= {*names, "model"}

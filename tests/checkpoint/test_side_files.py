@@ -10,14 +10,13 @@ import transformers
 from checkpoint_helpers import write
 from ranks import run_ranks
 
-from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import SideFiles
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.tokenizer import PAD, TURN_END, serialize_tokenizer, train_tokenizer, write_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.exporters import FullModelExporter
+from odc_mpi.models.export import export
 from odc_mpi.shard.model import ShardedModel
 
 SIZE = 264
@@ -128,7 +127,7 @@ def test_an_exported_model_and_tokenizer_load_with_the_tokens_that_end_a_turn(to
 
     run_ranks(1, save, torch.float32, torch.float32)
     with Checkpoint(tmp_path / "step_00000001") as checkpoint:
-        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
+        export(checkpoint, tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.eos_token_id == model.generation_config.eos_token_id == end
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

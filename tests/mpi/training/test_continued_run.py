@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_the_model_of_another(
             with pytest.raises(AllRanksUserError, match=words):
                 train(configure(dataset_path, **still | wrong | {"model.path": base / "a"}), world)
     else:
-        with pytest.raises(AllRanksUserError, match=r"lora.r: .* odc-mpi checkpoint export .* --out DIR"):
+        with pytest.raises(AllRanksUserError, match=r"lora.r: .* odc-mpi export .* --out DIR"):
             train(configure(dataset_path, **still | LORA | {"model.path": base / "a"}), world)
 
 
