@@ -76,16 +76,15 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
     return {path: goal for path, goal in goals.items() if not goal.exists()}
 
 
-def remove_incomplete(directory: Path) -> int:
-    """Remove unfinished and retired checkpoints that killed runs left in a directory, and return their number.
+def remove_incomplete(directory: Path) -> None:
+    """Remove unfinished and retired checkpoints that killed runs left in a directory.
 
     `recover_retired` first restores those that were not replaced. No run may write to the directory at the same time.
     """
     recover_retired(directory)
-    incomplete = [path for prefix in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{prefix}*")]
-    for path in incomplete:
-        shutil.rmtree(path, ignore_errors=True)
-    return len(incomplete)
+    for prefix in (_UNFINISHED, _RETIRED):
+        for path in directory.glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _retire(path: Path) -> Path:

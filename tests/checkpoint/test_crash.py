@@ -191,4 +191,5 @@ def test_a_retired_one_that_was_half_removed_stays_away(run_dir):
     (path / CHECKPOINTS / step_name(6)).rename(retired)
     (retired / "manifest.json").unlink()
     assert list(found_at_start(path)) == [2, 4]
-    assert remove_incomplete(path / CHECKPOINTS) == 2
+    remove_incomplete(path / CHECKPOINTS)
+    assert list(steps_in(path / CHECKPOINTS)) == [2, 4] and not list((path / CHECKPOINTS).glob(".*"))
