@@ -124,40 +124,6 @@ def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(online, monke
     assert lines == ["downloading Owner/Name from the Hugging Face Hub"] and gathered.count(False) >= 2
 
 
-def test_a_download_on_another_rank_of_the_node_serves_this_one(cache, monkeypatch):
-    """This rank finds nothing and starts nothing; the other has ended its download when the third gather returns."""
-    answers = iter([False, False, True])
-
-    def gather(value):
-        if value is not True:
-            return [value]
-        ended = next(answers)
-        if ended:
-            store(cache)
-        return [value, ended]
-
-    monkeypatch.setattr(hub, "_Download", None)
-    found = hub.resolve_model_path("Owner/Name-1.5", "model.path", gather=gather, downloads=False)
-    assert COMMIT in found
-
-
-def test_a_complete_download_is_found(online, monkeypatch):
-    snapshot = online / "models--Owner--Name" / "snapshots" / COMMIT
-    program = f"""
-import json, pathlib, sys
-asked = json.loads(sys.argv[1])
-assert asked["repo_id"] == "Owner/Name" and not any("bin" in each or "py" in each for each in asked["allow_patterns"])
-snapshot = pathlib.Path({str(snapshot)!r})
-snapshot.mkdir(parents=True)
-(snapshot.parents[1] / "refs").mkdir()
-(snapshot.parents[1] / "refs" / "main").write_text({COMMIT!r})
-for name in {FILES!r}:
-    (snapshot / name).write_text("{{}}")
-"""
-    monkeypatch.setattr(hub, "_PROGRAM", program)
-    assert hub.resolve_model_path("Owner/Name", "model.path") == str(snapshot)
-
-
 def test_a_download_ends_with_its_process(tmp_path):
     child = hub._PROGRAM.partition("from huggingface_hub")[0]
     child += "import os, pathlib, time\npathlib.Path(json.loads(sys.argv[1])['repo_id']).write_text(str(os.getpid()))\n"

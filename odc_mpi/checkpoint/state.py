@@ -95,8 +95,8 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state of this rank's slices from a checkpoint, but not parameters.
 
-        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Call
-        `require_optimizer` first. Raises `UserError` if the checkpoint is damaged.
+        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. The optimizer
+        must be of the class with which the checkpoint was saved. Raises `UserError` if the checkpoint is damaged.
         """
         tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
         prefixes = self._restored_prefixes(checkpoint.manifest)
@@ -216,15 +216,6 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
                 f"the checkpoint {checkpoint.directory} is of another model: {name} is {there} there, {here} in "
                 f"this one: change model.*, or set run.resume to never, or run.dir"
             )
-
-
-def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
-    """Raise `UserError` unless a checkpoint was saved with the optimizer class `name`."""
-    if checkpoint.manifest.optimizer != name:
-        raise UserError(
-            f"the checkpoint {checkpoint.directory} is of the optimizer {checkpoint.manifest.optimizer}, got {name}: "
-            "change optim.optimizer, or set run.resume to never, or run.dir"
-        )
 
 
 def _format_shape(tensor: tuple[tuple[int, ...], str] | None) -> str:

@@ -10,7 +10,7 @@ import torch
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
-from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
+from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
@@ -23,8 +23,6 @@ from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
-#: Names of the optimizer classes in `torch.optim`, keyed by the value of `optim.optimizer`.
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
@@ -229,7 +227,8 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in this "
             f"run: change model.*; or {_START_OVER_HINT}"
         )
-    require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
+    if (optimizer := metadata["config"]["optim"]["optimizer"]) != config.optim.optimizer:
+        raise _mismatch("optim.optimizer", optimizer, "as in", checkpoint, config.optim.optimizer)
     if metadata["data_digest"] != inputs.dataset.digest():
         path = metadata["config"]["data"]["path"]
         raise _mismatch("data.path", path, "the data of", checkpoint, f"other data, {config.data.path}")

@@ -129,7 +129,7 @@ def one_run(world, shared_dir, dataset_path):
             "of another model: num_attention_heads is 4 there, 8 in",
         ),
         ({"model__config__rope_parameters__rope_theta": 500.0}, "rope_theta is 10000.0 there, 500.0 in"),
-        ({"optim__optimizer": "sgd"}, "of the optimizer AdamW, got SGD"),
+        ({"optim__optimizer": "sgd"}, "optim.optimizer: expected adamw"),
         ({"run__seed": 1}, "run.seed: expected 0"),
         ({"run__resume": "/nowhere"}, "no checkpoint in /nowhere"),
         ({"run__steps": 1, "run__resume": "one", "run__dir": "other"}, "run.steps: expected more than the 2"),
