@@ -45,9 +45,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 stack.enter_context(_locked(Path(hidden)))
             new = Path(hidden, path.name)
             yield new
-            sync_file(new)
+            sync(new)
             new.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except BaseException:
         for folder in missing:
             with suppress(OSError):  # not created, or another process has created files in it
@@ -93,22 +93,13 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def sync_file(path: Path) -> None:
-    """Flush the content of a file to disk, so that it is not lost if the node crashes."""
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory if its file system supports it, to disk: a node may crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the entries of a directory to disk, if the file system supports it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
@@ -120,4 +111,4 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         with suppress(PermissionError):  # a parent may be writable without being readable
-            sync_directory(folder.parent)
+            sync(folder.parent)

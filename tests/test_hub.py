@@ -18,19 +18,9 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
-
-
-@pytest.fixture
-def online(cache, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return cache
 
 
 def store(cache, name="Owner/Name-1.5", files=FILES, index=None):
@@ -110,7 +100,9 @@ def test_without_a_network_the_line_comes_at_once(tmp_path, settings):
     assert "--tokenizer" in found.stderr and len(found.stderr.splitlines()) <= 2
 
 
-def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(online, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(hub, "STALL_S", 1)
     lines, gathered = [], []

@@ -23,7 +23,7 @@ from odc_mpi.checkpoint.side_files import GENERATION_CONFIG, SideFiles
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import write_files
 from odc_mpi.errors import UserError, one_line_message
-from odc_mpi.files import set_default_mode, sync_directory, sync_file
+from odc_mpi.files import set_default_mode, sync
 from odc_mpi.hub import cached_model_path, parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
 from odc_mpi.models.build import MetaModel, is_model_directory
@@ -94,10 +94,10 @@ def export(
             write_files(side_files.tokenizer, directory)
             names = sorted(path.name for path in directory.iterdir())
             for file in names:
-                sync_file(directory / file)
-            sync_directory(directory)
+                sync(directory / file)
+            sync(directory)
             directory.replace(out)
-        sync_directory(out.parent)
+        sync(out.parent)
     except (OSError, SafetensorError) as error:  # safetensors does not raise OSError for a full disk
         reason = getattr(error, "strerror", None) or one_line_message(error)
         raise UserError(
