@@ -131,7 +131,7 @@ run-digits: $(READY)
 	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl --out $(DIGITS)/examples.h5 --vocab-size 260
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo_sft.yaml
 	rm -rf $(DIGITS)/model
-	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft --out $(DIGITS)/model
+	$(BIN)/odc-mpi export $(DIGITS)/sft --out $(DIGITS)/model
 
 run-rl: run-digits
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo.yaml

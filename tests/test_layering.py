@@ -65,12 +65,12 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "huggingface_hub": {"hub", "checkpoint.export"},
+    "huggingface_hub": {"hub", "models.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "data.templates", "rollout", "generation"},
     "peft": {"models.adapters"},
-    "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
+    "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "models.export"},
     "rich": {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
         *("data.prepare", "data.show", "report.page"),
