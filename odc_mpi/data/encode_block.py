@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +26,7 @@ from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_exampl
 from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.templates import SplitTurns
-from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
@@ -197,7 +196,8 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 def encode_blocks(
     blocks: Iterable[tuple[int, Block, Columns]],
-    worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
+    files: Mapping[str, bytes],
+    sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
@@ -207,11 +207,10 @@ def encode_blocks(
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.
-        worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
-            chat template that replaces the tokenizer's own, or None; options for sequences.
+        files: Contents of the tokenizer's files, keyed by file name.
         num_proc: Number of worker processes.
     """
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (files, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
         for index, block, columns in blocks:
@@ -245,17 +244,12 @@ def _interrupts_blocked() -> Iterator[None]:
 _worker: tuple[Any, SequenceFilter]
 
 
-def _start_worker(
-    tokenizer_source: Path | Mapping[str, bytes], chat_template: str | None, sequence_filter: SequenceFilter
-) -> None:
+def _start_worker(files: Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
     global _worker
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    _worker = tokenizer, sequence_filter
+    _worker = load_files(files), sequence_filter
 
 
 def _exit_with_parent() -> None:

@@ -34,7 +34,7 @@ from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
-    load_tokenizer,
+    load_files,
     read_chat_template,
     replace_chat_template,
     serialize_tokenizer,
@@ -130,7 +130,7 @@ def _prepare(plan: "_Plan", console: Console | None) -> PrepareReport:
         paths = [stack.enter_context(atomic_write(each.resolve())) for each in plan.output_paths]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
-            tokenizer = load_tokenizer(plan.tokenizer_path)
+            tokenizer = load_files(plan.files, plan.tokenizer_path)
         else:
             tokenizer = train_tokenizer(reader.texts(), plan.options.vocab_size)
         if plan.chat_template is not None:
@@ -221,9 +221,7 @@ def _write(
                 (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
             )
         else:
-            tokenizer_source = plan.tokenizer_path if options.tokenizer else files
-            worker_arguments = tokenizer_source, plan.chat_template, sequence_filter
-            results = stack.enter_context(closing(encode_blocks(blocks, worker_arguments, num_proc)))
+            results = stack.enter_context(closing(encode_blocks(blocks, files, sequence_filter, num_proc)))
         for index, result in results:
             if result.counts.bad_lines:
                 _check_skipped(result.counts.bad_lines[0], options)
