@@ -219,6 +219,7 @@ def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, atte
             {"max_tokens_per_microbatch": max(LENGTHS) - 1},
             f"got {max(LENGTHS)} in sequence {LENGTHS.index(max(LENGTHS))} ",
         ),
+        ({"context_parallel": True, "size": 2, "max_tokens_per_microbatch": 20}, "of at most 40 tokens, 2 chunks of"),
     ],
 )
 def test_user_errors_are_reported_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:

@@ -7,11 +7,12 @@ from length_fixtures import COST, lognormal_lengths, microbatch_cost
 from odc_mpi.data.plan.balance import (
     BALANCE_STRATEGIES,
     Plan,
+    check_fit,
     dynamic,
+    find_strategy,
     lb_micro,
     lb_mini,
     local_sort,
-    one_sequence_per_microbatch,
     rank_independent_packing,
 )
 from odc_mpi.data.plan.cost import CostModel
@@ -35,10 +36,11 @@ def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
         assert name == "lb_micro" or all(packs)
 
 
-@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-def test_refuses_what_does_not_fit(name: str) -> None:
+def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"at most 20 tokens, got 21 in sequence 2 .*max_tokens_per_microbatch"):
-        BALANCE_STRATEGIES[name](np.array([20, 5, 21, 30]), 2, 20, COST)
+        check_fit(np.array([20, 5, 21, 30]), 20)
+    with pytest.raises(UserError, match=r"at most 3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 \(1 of 2"):
+        check_fit(np.array([5, 3073]), 1024, 3)
 
 
 def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
@@ -166,7 +168,7 @@ def test_a_cut_for_the_number_of_ranks_is_refused() -> None:
 def test_each_sequence_is_a_microbatch(name, size):
     for n in (0, 1, 3, 40):
         lengths = lognormal_lengths(np.random.default_rng(n), n)
-        plan = one_sequence_per_microbatch(name, COST)(lengths, size, 4096, COST)
+        plan = find_strategy(name, COST, exact=False, packs=False)(lengths, size, 4096, COST)
         packs = [*(pack for microbatches in plan.microbatches for pack in microbatches if pack), *plan.pool]
         assert sorted(packs) == [(i,) for i in range(n)]
         assert len(plan.microbatches) == size
@@ -179,10 +181,5 @@ def test_each_sequence_is_a_microbatch(name, size):
 
 
 def test_ranks_are_balanced_by_cost():
-    plan = one_sequence_per_microbatch("lb_mini", COST)(np.array([8, 1, 4, 3]), 2, 10, COST)
+    plan = find_strategy("lb_mini", COST, exact=False, packs=False)(np.array([8, 1, 4, 3]), 2, 10, COST)
     assert plan.microbatches == (((0,),), ((2,), (3,), (1,)))
-
-
-def test_a_sequence_that_is_too_long_is_refused():
-    with pytest.raises(UserError, match="max_tokens_per_microbatch"):
-        one_sequence_per_microbatch("dynamic", COST)(np.array([11]), 2, 10, COST)
