@@ -1,5 +1,4 @@
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from record_files import write_lines
 from rich.console import Console
 from tokenizers import pre_tokenizers
 
@@ -33,11 +33,6 @@ def few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(source: str, out: Path, console: Console | None = None, **options: Any) -> PrepareReport:
     return module.prepare([source], out, PrepareOptions(**options), console)
-
-
-def write_lines(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 def pairs(*lengths: int) -> list[dict[str, str]]:
@@ -117,38 +112,28 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
 
 
 def test_plain_texts_can_be_split(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    text = "\x01\x02\x03" * 9
-    source = write_lines(tmp_path / "a.jsonl", {"text": text}, *pairs(20))
-    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10}
-    report = prepare(source, tmp_path / "a.h5", **options, overlong="split")
-    whole = prepare(source, tmp_path / "b.h5", tokenizer=stdlib_report.tokenizer)
+    source = write_lines(tmp_path / "a.jsonl", {"text": "\x01\x02\x03" * 9}, *pairs(20))
+    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10, "overlong": "split"}
+    report = prepare(source, tmp_path / "a.h5", **options)
     assert (report.num_sequences, report.num_split, report.num_truncated, report.num_truncated_tokens) == (4, 1, 1, 10)
-    with Dataset(report.path) as parts, Dataset(whole.path) as wholes:
-        tokens, _ = wholes[0]
-        assert len(tokens) == 28
-        found = [parts[i] for i in range(3)]
-        # No token is lost: each sequence begins with the last token of the one before, which has no loss there.
-        assert np.concatenate([tokens[:1], *(part[1:] for part, _ in found)]).tolist() == tokens.tolist()
-        assert all(mask[1:].all() for _, mask in found)
-        assert [part[0] for part, _ in found[1:]] == [tokens[9], tokens[18]]
     assert "1 texts split into sequences of --max-length\n1 truncated" in report.describe()
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_each_part_of_a_split_text_begins_with_bos(adds_bos: bool) -> None:
+    """Or else with the last token of the previous part, which has no loss there."""
     counts, tokens = FilterCounts(), np.arange(8, dtype=np.uint32)
     text = Encoded(tokens, tokens >= adds_bos, is_plain_text=True, starts_with_bos=adds_bos)
-    parts = [part.tokens.tolist() for part in _fit(text, SequenceFilter(4, "split"), counts)]
-    assert parts == ([[0, 1, 2, 3], [0, 4, 5, 6], [0, 7]] if adds_bos else [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]])
+    parts = list(_fit(text, SequenceFilter(4, "split"), counts))
+    expected = [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7]] if adds_bos else [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]]
+    assert [part.tokens.tolist() for part in parts] == expected
+    assert all(part.loss_mask.tolist() == [False, *[True] * (part.length - 1)] for part in parts)
 
 
 def test_what_only_the_first_token_would_teach_is_dropped() -> None:
-    counts = FilterCounts()
-    tokens = np.arange(3, dtype=np.uint32)
-    first_only, last_too = (Encoded(tokens, np.array([True, False, last])) for last in (False, True))
-    assert not list(_fit(first_only, SequenceFilter(), counts))
-    [kept] = _fit(last_too, SequenceFilter(), counts)
-    assert kept.loss_mask.tolist() == [True, False, True]
+    counts, tokens = FilterCounts(), np.arange(3, dtype=np.uint32)
+    for last in (False, True):
+        assert len(list(_fit(Encoded(tokens, np.array([True, False, last])), SequenceFilter(), counts))) == last
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 

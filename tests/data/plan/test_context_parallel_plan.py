@@ -94,9 +94,8 @@ def test_gain_of_splitting_over_drawing_unsplit_sequences(per_rank, gain):
 
 
 def test_one_sequence_is_shared_by_all_ranks():
-    for size in (2, 3, 5):
-        (split,) = split_longest(np.array([8192]), size, 8192, COST).splits
-        assert split.ranks == tuple(range(size))
+    (split,) = split_longest(np.array([8192]), 5, 8192, COST).splits
+    assert split.ranks == tuple(range(5))
 
 
 def test_nothing_is_cut_for_nothing():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_files import parse_blocks
 
 from odc_mpi.data.examples import Conversation, parse_example
 from odc_mpi.data.readers import arrow
@@ -61,8 +62,7 @@ def test_saved_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         [source] = find_sources([name], split)
         assert source.count() == len(expected) and source.stamps() and not source.is_folder
         done: list[int] = []
-        blocks = list(source.read(done.append))
-        examples = [parse_example(record(), where) for block in blocks for where, record in block.records()]
+        examples = parse_blocks(source.read(done.append))
         for example, other in zip(examples, expected, strict=True):
             assert isinstance(example, Conversation) and isinstance(other, Conversation)
             assert (example.messages, example.context) == (other.messages, other.context)
