@@ -25,7 +25,7 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
+from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, check_columns, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import Block, InvalidRecordError
@@ -89,7 +89,7 @@ class PrepareOptions:
 
     def check(self) -> None:
         """Raise a `UserError` if an option is out of range."""
-        Columns(self.columns).check()
+        check_columns(self.columns)
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
         if self.max_length is not None and self.max_length < 2:
@@ -213,7 +213,14 @@ def _write(
     report = plan.report({"vocab_size": len(tokenizer), "shares": shares}, num_proc=num_proc)
     kinds: dict[bool, str] = {}
     with ExitStack() as stack:
-        writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
+        names = printable_text(", ".join(Path(source.name).name for source in plan.sources))
+        attributes: dict[str, Any] = {
+            "vocab_size": len(tokenizer),
+            "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
+            "tokenizer": printable_text(plan.tokenizer_path.resolve().name),
+            "source": truncate_text(names, 200),
+        }
+        writers = [stack.enter_context(DatasetWriter(path, tokenizer_files=files, **attributes)) for path in paths]
         blocks = reader.blocks("tokenizing", lambda: sum(writer.num_tokens for writer in writers))
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
@@ -237,18 +244,6 @@ def _write(
             writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
     report.elapsed_s = time.monotonic() - begin
     return report
-
-
-def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes]) -> DatasetWriter:
-    names = ", ".join(Path(source.name).name for source in plan.sources)
-    return DatasetWriter(
-        path,
-        vocab_size=len(tokenizer),
-        vocabulary=vocabulary_digest(tokenizer.get_vocab()),
-        tokenizer=printable_text(plan.tokenizer_path.resolve().name),
-        tokenizer_files=files,
-        source=truncate_text(printable_text(names), 200),
-    )
 
 
 def _check_skipped(message: str, options: PrepareOptions) -> None:
@@ -284,7 +279,7 @@ class _Reader:
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
-        self._columns, self._options, self._progress = Columns(options.columns), options, progress
+        self._columns, self._options, self._progress = options.columns, options, progress
 
     def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Columns]]:
         """Yield blocks, each with the index and the columns of its source. The progress bar displays `num_tokens()`."""

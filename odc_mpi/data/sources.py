@@ -80,7 +80,7 @@ class DataSource:
 
     def columns(self, columns: Columns) -> Columns:
         """Return `columns`, or the default names for the standard library."""
-        return Columns() if self.name == STDLIB else columns
+        return {} if self.name == STDLIB else columns
 
     def count(self) -> int:
         """Return the number of examples, including invalid ones. Reads text files completely."""

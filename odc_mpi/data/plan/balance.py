@@ -185,7 +185,7 @@ def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> Ba
     if not packs:
         if name == "lb_micro":
             return partial(lb_micro, pack=lambda lengths, _: [[i] for i in range(len(lengths))])
-        return rank_independent_packing(name, cost, _separate)
+        return rank_independent_packing(name, cost, lambda lengths, *_: tuple((i,) for i in range(len(lengths))))
     return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]
 
 
@@ -263,10 +263,6 @@ def _to_positions(part: list[int], bins: list[list[int]], costs: Costs) -> tuple
     each = costs[part].tolist()
     pairs = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
     return tuple(indices for _, indices in sorted(pairs, key=lambda pair: (pair[0], min(pair[1]))))
-
-
-def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[SequenceIndices, ...]:
-    return tuple((i,) for i in range(len(lengths)))
 
 
 def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:

@@ -85,7 +85,7 @@ class FittedCostModel:
         """Return this rank's row: sums over its observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         if self._observations:  # else the speed of this rank is unknown
-            usual = self._usual()
+            usual = float(np.median([time / self._estimate(*features) for *features, time in self._observations]))
             for tokens, squares, seconds in self._new:
                 # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
                 # is longer. Thus, an outlier of 100 times the expected time has a weight of 1 / 10,000.
@@ -106,8 +106,9 @@ class FittedCostModel:
         """Fit the cost model to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed earlier rows."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
-        if len(self._rows) != len(rows):
-            self._rows = self._spread(len(rows))
+        if len(self._rows) != len(rows):  # another number of ranks: equal shares of the sum, scaled to mean speed
+            total = _at_mean_speed(self._rows, _numbers(self.cost)).sum(axis=0) if len(self._rows) else 0.0
+            self._rows = np.zeros(rows.shape) + total / len(rows)
         self._rows = self._rows * DECAY + rows
         if math.fsum(self._rows[:, 9].tolist()) >= MIN_OBSERVATIONS:
             self.cost = _fit(self._rows, self.cost, self._prior)
@@ -134,21 +135,10 @@ class FittedCostModel:
             factor = (PRIOR_CHUNKS * self._prior.chunk_factor + total) / (PRIOR_CHUNKS + count)
             self.cost = replace(self.cost, chunk_factor=max(1.0, factor))
 
-    def _usual(self) -> float:
-        """Return the median ratio of time to cost over this rank's latest microbatches."""
-        return float(
-            np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._observations])
-        )
-
     def _estimate(self, tokens: float, squares: float) -> float:
         cost = self.cost
         estimate = cost.constant + cost.linear * tokens + cost.quadratic * squares
         return estimate if estimate > 0 else 1.0
-
-    def _spread(self, size: int) -> ReportRows:
-        """Return rows for another number of ranks: equal shares of the sum of all rows, scaled to mean speed."""
-        total = _at_mean_speed(self._rows, _numbers(self.cost)).sum(axis=0) if len(self._rows) else 0.0
-        return np.zeros((size, ROW_LENGTH)) + total / size
 
 
 def _numbers(cost: CostModel) -> _Vector:

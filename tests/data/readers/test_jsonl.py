@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from record_files import parse_blocks
 
-from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion
+from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, check_columns
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
 
@@ -44,17 +44,17 @@ def test_the_first_of_three_shapes_counts() -> None:
 
 
 def test_renamed_fields_are_the_only_ones() -> None:
-    columns = Columns({"prompt": "question", "completion": "answer"})
+    columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a", "messages": CHAT, "text": "t"}
     assert read_bytes(line(record), columns=columns) == [PromptCompletion("a.jsonl, line 1", "q", "a")]
     message = refused(line({"prompt": "a", "completion": "b"}), columns=columns)
     assert "'question'" in message and "got 'prompt', 'completion'" in message and "--columns" in message
     assert "'answer'" in refused(line({"question": "q", "completion": "no"}), columns=columns)
-    assert read_bytes(line({"prompt": "q", "answer": "a"}), columns=Columns({"completion": "answer"}))
-    assert read_bytes(line({"messages": CHAT, "body": "x"}), columns=Columns({"text": "body"})) == [
+    assert read_bytes(line({"prompt": "q", "answer": "a"}), columns={"completion": "answer"})
+    assert read_bytes(line({"messages": CHAT, "body": "x"}), columns={"text": "body"}) == [
         PromptCompletion("a.jsonl, line 1", "", "x")
     ]
-    columns = Columns({"messages": "dialog", "system": "sys"})
+    columns = {"messages": "dialog", "system": "sys"}
     [chat] = read_bytes(line({"dialog": CHAT, "sys": "S", "prompt": "no"}), columns=columns)
     assert isinstance(chat, Conversation) and chat.messages == [{"role": "system", "content": "S"}, *CHAT]
     for names, words in (
@@ -63,7 +63,7 @@ def test_renamed_fields_are_the_only_ones() -> None:
         ({"text": ""}, "got text="),
     ):
         with pytest.raises(UserError, match=f"--columns: .*{words}"):
-            Columns(names).check()
+            check_columns(names)
 
 
 def test_blank_lines_count_but_are_skipped() -> None:
