@@ -1,7 +1,7 @@
 """Tokenizing blocks of records, in this process or in several worker processes.
 
 Worker processes are spawned, not forked, because a fork would copy h5py's locks and the thread pool of the library
-tokenizers in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
+tokenizers in an invalid state.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class EncodedBlock:
     kinds: Mapping[bool, str] = field(default_factory=dict)
 
 
-def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
+def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, columns: Columns) -> EncodedBlock:
     """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
     counts = FilterCounts()
     invalid: dict[int, str] = {}
@@ -200,15 +200,14 @@ def encode_blocks(
     sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
+    """Tokenize blocks in `num_proc` processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a
+    The worker processes end when the generator ends or is closed. Raises a `UserError` if `encode_block` raised it in a
     worker process, or a worker process ended early.
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.
         files: Contents of the tokenizer's files, keyed by file name.
-        num_proc: Number of worker processes.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (files, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
@@ -240,16 +239,16 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: Tokenizer and filter of a worker process.
-_worker: tuple[Any, SequenceFilter]
+#: `encode_block` with the tokenizer and the filter of a worker process.
+_encode: Callable[[Block, Columns], EncodedBlock]
 
 
 def _start_worker(files: Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
-    global _worker
+    global _encode
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    _worker = load_files(files), sequence_filter
+    _encode = partial(encode_block, load_files(files), sequence_filter)
 
 
 def _exit_with_parent() -> None:
@@ -261,5 +260,4 @@ def _exit_with_parent() -> None:
 
 
 def _encode_in_worker(block: Block, columns: Columns) -> EncodedBlock:
-    tokenizer, sequence_filter = _worker
-    return encode_block(tokenizer, block, columns, sequence_filter)
+    return _encode(block, columns)

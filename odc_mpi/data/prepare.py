@@ -225,7 +225,7 @@ def _write(
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
             results = (
-                (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
+                (index, encode_block(tokenizer, sequence_filter, block, columns)) for index, block, columns in blocks
             )
         else:
             results = stack.enter_context(closing(encode_blocks(blocks, files, sequence_filter, num_proc)))

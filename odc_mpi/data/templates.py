@@ -41,11 +41,9 @@ class ChatRenderer:
     """Renderer that applies the chat template of a tokenizer to conversations.
 
     Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
-    rejects the messages.
-
-    `split_turns` is "never" for one example per conversation, or "always" for one example per answer to train on, which
-    ends with this answer. "auto" is "always" for a conversation in which later messages change the text of earlier
-    ones, other than special tokens after a turn, and "never" otherwise.
+    rejects the messages. `split_turns` is "never" for one example per conversation, or "always" for one example per
+    answer to train on, which ends with this answer. "auto" is "always" for a conversation in which later messages
+    change the text of earlier ones, other than special tokens after a turn, and "never" otherwise.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
@@ -270,10 +268,9 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 
 
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the messages in two forms: with the arguments of tool calls as objects, and as JSON text.
+    """Return the messages with the arguments of tool calls as objects, and as JSON text, which some templates require.
 
-    Most templates convert objects to JSON, others raise an exception for an object. Without tool calls, there is one
-    form.
+    Without tool calls, there is one form.
     """
     if not any(message.get("tool_calls") for message in messages):
         return [messages]

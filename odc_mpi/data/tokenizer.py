@@ -138,8 +138,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer whose directory contains
-    a model of type qwen2.
+    The rules of Qwen2 split text into words, since transformers applies them beside any model of the type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -51,28 +51,25 @@ def refused(source: str, out: Path, **arguments: Any) -> str:
 def test_the_standard_library(
     stdlib_report: PrepareReport, tokenizer: Any, stdlib_samples: list[StdlibFunction]
 ) -> None:
-    samples = stdlib_samples
-    assert stdlib_report.num_sequences == len(samples)
-    assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
-    assert stdlib_report.vocab_size == len(tokenizer) == 2048
-    assert stdlib_report.tokenizer == stdlib_report.path
+    report = stdlib_report
+    assert (report.num_truncated, report.num_dropped, report.num_untrained_dropped) == (0, 0, 0)
     trained = "trained on stdlib, with a plain chat template (ChatML)"
-    assert f"\ntokenizer: 2,048 tokens, {trained}, stored in {stdlib_report.path}" in stdlib_report.describe()
-    with Dataset(stdlib_report.path) as dataset:
-        assert len(dataset) == len(samples)
-        assert (dataset.vocab_size, stdlib_report.num_tokens) == (2048, dataset.lengths.sum())
-        assert stdlib_report.num_trained_tokens == dataset.num_trained_tokens.sum()
-        assert stdlib_report.longest == dataset.lengths.max() > 10 * np.median(dataset.lengths)
+    assert f"\ntokenizer: 2,048 tokens, {trained}, stored in {report.path}" in report.describe()
+    with Dataset(report.path) as dataset:
+        assert len(dataset) == len(stdlib_samples) == report.num_sequences
+        assert (dataset.vocab_size, report.num_tokens) == (2048, dataset.lengths.sum())
+        assert report.num_trained_tokens == dataset.num_trained_tokens.sum()
+        assert report.longest == dataset.lengths.max() > 10 * np.median(dataset.lengths), "a heavy tail"
         assert dataset.max_token_id < 2048
-        for i in range(0, len(samples), 97):
+        for i in range(0, len(stdlib_samples), 97):
             tokens, mask = dataset[i]
-            assert tokenizer.decode(tokens) == samples[i].prompt + samples[i].completion + "<|endoftext|>"
-            assert tokenizer.decode(tokens[mask]) == samples[i].completion + "<|endoftext|>"
-            assert dataset.num_trained_tokens[i] == mask[1:].sum()
+            prompt, completion = stdlib_samples[i]
+            assert tokenizer.decode(tokens) == f"{prompt}{completion}<|endoftext|>"
+            assert tokenizer.decode(tokens[mask]) == f"{completion}<|endoftext|>"
 
 
 def test_the_trained_tokenizer_loses_nothing(tokenizer: Any) -> None:
-    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token == "<|pad|>"
+    assert tokenizer.pad_token == "<|pad|>"
     for text in ("naïve 🙂\t\r\n\0  x", " leading", "<|im_start|>"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -264,18 +261,16 @@ def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, st
         with Dataset(path) as dataset:
             return [tuple(dataset[i][0].tolist()) for i in range(len(dataset))]
 
-    both = []
+    few: set[tuple[int, ...]] = set()
     for name, lines in (("few", records[:150]), ("all", records + records[:20])):
         source = write_lines(tmp_path / f"{name}.jsonl", *lines)
         report = prepare(source, tmp_path / f"{name}.h5", tokenizer=stdlib_report.path, eval_fraction=0.2)
-        assert report.eval_path == tmp_path / f"{name}.eval.h5"
-        train, held_out = texts(report.path), texts(report.eval_path)
+        train, held_out = texts(tmp_path / f"{name}.h5"), texts(tmp_path / f"{name}.eval.h5")
         assert len(train) + len(held_out) == len(lines) and not set(train) & set(held_out)
-        assert (report.num_sequences, report.num_eval_sequences) == (len(train), len(held_out))
         assert 0.1 < len(held_out) / len(lines) < 0.3
         assert f"{report.eval_path}: held out {len(held_out)} sequences" in report.describe()
-        both.append((set(train), set(held_out)))
-    assert both[0][0] <= both[1][0] and both[0][1] <= both[1][1]
+        assert few <= set(held_out) and not few & set(train)
+        few = set(held_out)
 
 
 def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path: Path, few_functions: None) -> None:

@@ -148,8 +148,13 @@ def test_damaged_zstandard() -> None:
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     write("b.jsonl.zst", ["x"])
     table("a.parquet", [{"text": "x"}])
-    for name in ("pyarrow", "backports.zstd", "compression.zstd"):
+    for name in ("pyarrow", "backports.zstd", "compression.zstd", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
+    Path("saved").mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        Path("saved", name).write_text("{}")
+    for source in ("saved", "openai/gsm8k/main", "owner/name:0.5"):
+        assert "pip install 'odc_mpi[datasets]'" in refused(source)
     assert "pip install 'odc_mpi[parquet]'" in refused("a.parquet")
     assert "pip install 'odc_mpi[zstd]'" in refused("b.jsonl.zst")
 

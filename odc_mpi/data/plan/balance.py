@@ -151,9 +151,8 @@ def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[S
 def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
     """Return a balance strategy whose microbatches are the same for any number of ranks.
 
-    The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, `pack` forms the
-    microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack. The strategy's
-    argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
+    `pack` forms the microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack.
+    The strategy's argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:

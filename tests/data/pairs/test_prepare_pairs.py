@@ -41,10 +41,8 @@ def decode(tokenizer: Any, pair: Encoded) -> list[str]:
     texts = []
     for part in np.split(np.arange(len(pair.tokens)), [num_prompt, num_prompt + num_chosen]):
         runs = np.split(part, 1 + np.flatnonzero(np.diff(pair.loss_mask[part])))
-        forms = [f"[{tokenizer.decode(pair.tokens[run])}]" for run in runs]
-        texts.append(
-            "".join(form if pair.loss_mask[run[0]] else form[1:-1] for form, run in zip(forms, runs, strict=True))
-        )
+        decoded = [(tokenizer.decode(pair.tokens[run]), pair.loss_mask[run[0]]) for run in runs]
+        texts.append("".join(f"[{text}]" if has_loss else text for text, has_loss in decoded))
     return texts
 
 
@@ -101,21 +99,16 @@ def test_a_template_that_changes_earlier_answers(tokenizer: Any) -> None:
 
 def letters(num_prompt: int, num_chosen: int, num_rejected: int) -> dict[str, str]:
     """A pair with that many tokens of prompt and answers, without their ends."""
-    characters = [chr(i) for i in range(1, 9)]
-    texts = [[characters[i % 8] for i in range(count)] for count in (num_prompt, num_chosen, num_rejected)]
-    texts[2] = [chr(8 + ord(each)) for each in texts[2]]
-    return {name: "".join(text) for name, text in zip(("prompt", "chosen", "rejected"), texts, strict=True)}
+    parts = (("prompt", num_prompt, 1), ("chosen", num_chosen, 1), ("rejected", num_rejected, 9))
+    return {name: "".join(chr(first + i % 8) for i in range(count)) for name, count, first in parts}
 
 
 def counts(path: Path) -> list[tuple[int, int, int]]:
     """Tokens of the prompt and the answers, all of which have loss."""
     with Dataset(path) as dataset:
-        assert dataset.pair_counts is not None
-        assert (dataset.pair_counts[:, 1] == dataset.pair_counts[:, 2]).all()
-        return [
-            (prompt, chosen, length - prompt - chosen)
-            for (prompt, chosen, _), length in zip(dataset.pair_counts.tolist(), dataset.lengths.tolist(), strict=True)
-        ]
+        prompts, chosen, num_loss = dataset.pair_counts.T
+        assert (chosen == num_loss).all()
+        return list(map(tuple, np.stack([prompts, chosen, dataset.lengths - prompts - chosen], 1).tolist()))
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])

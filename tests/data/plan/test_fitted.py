@@ -89,8 +89,8 @@ def test_the_prior_stands_until_there_is_enough() -> None:
         rank.observe([5], 1.0)
     share([rank])
     assert rank.cost is prior
-    rank.observe([5], 1.0)
-    rank.observe([5], 1.0)
+    for _ in range(2):
+        rank.observe([5], 1.0)
     share([rank])
     assert rank.cost is not prior
 
@@ -146,14 +146,11 @@ def test_no_coefficient_is_negative() -> None:
 
 
 def test_state_goes_through_json_and_continues() -> None:
-    whole = [FittedCostModel(CostModel()) for _ in range(3)]
+    whole, resumed = ([FittedCostModel(CostModel()) for _ in range(3)] for _ in range(2))
     learn(whole, minibatches=20)
-    state = json.loads(json.dumps(whole[0].state_dict()))
-    resumed = [FittedCostModel(CostModel()) for _ in range(3)]
     for rank in resumed:
-        rank.load_state_dict(state)
-    assert resumed[0].cost == whole[0].cost
-    assert resumed[0].state_dict() == whole[0].state_dict()
+        rank.load_state_dict(json.loads(json.dumps(whole[0].state_dict())))
+    assert (resumed[0].cost, resumed[0].state_dict()) == (whole[0].cost, whole[0].state_dict())
     for ranks in (whole, resumed):
         learn(ranks, minibatches=5, seed=9, outliers=0.0)
     np.testing.assert_allclose(errors(resumed[0].cost), errors(whole[0].cost), atol=0.01)
