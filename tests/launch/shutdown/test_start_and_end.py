@@ -153,7 +153,7 @@ def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
 
     monkeypatch.setenv("ODC_MPI_START_TIMEOUT_S", words)
     before = signal.getsignal(signal.SIGALRM)
-    with ranks.start_limit():
+    with ranks.mpi_startup():
         left, _ = signal.getitimer(signal.ITIMER_REAL)
         assert ranks.START_S - 5 < left <= ranks.START_S
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
