@@ -8,7 +8,7 @@ from mpi4py import MPI
 from odc_mpi.api import decide_for
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.probe import cache, operations, probe
-from odc_mpi.probe.report import OPERATIONS, Cause, Peers, Problem
+from odc_mpi.probe.report import OPERATIONS, Peers, Problem
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -139,7 +139,7 @@ def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch
     files = list(cache.cache_directory().glob("*.json"))
     assert len(files) == (1 if world.rank == 0 else 0)
     assert replace(probe.cached_or_quick_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
-    probed = first.with_problem(Problem(("probed",), Cause.OTHER))
+    probed = first.with_problem(Problem(("probed",), ""))
     monkeypatch.setattr(probe, "probe", lambda *_: probed)
     assert probe.cached_or_quick_report(world).problems == ()
     if files:
