@@ -30,34 +30,6 @@ def less(monkeypatch):
     monkeypatch.setattr(device_probe, "LARGE_BYTES", trial.LARGE_BYTES)
 
 
-@pytest.mark.slow
-@pytest.mark.sizes(1, 2)
-def test_every_operation_is_tried_and_right(world):
-    heard = []
-    report = probe.probe(world, probe.QUICK, on_message=lambda _, doing: heard.append(doing), device=LateDevice())
-    assert report == world.gather_objects(report)[0], "all ranks have the same report"
-    assert report.problems == ()
-    device = report.device
-    assert (device.names, device.window, device.own_accumulate) == (("late device",), True, True)
-    assert device.mapping_error == ""
-    assert device.cuda_support in (True, False, None)
-    tried = [f"{origin}.same_node.{name}" for name, origin in DEVICE_OPERATIONS] if world.size > 1 else []
-    assert heard[-(len(tried) + 5) :] == [
-        "device.memory",
-        "device.mapping",
-        "device.window",
-        *tried,
-        "device.own",
-        None,
-    ]
-    for name, origin in DEVICE_OPERATIONS if world.size > 1 else ():
-        operation = getattr(getattr(device, origin).same_node, name)
-        assert operation.one_sided is not None, (origin, name)
-        assert operation.idle_s > 0 and operation.gb_per_s > 0
-        assert (operation.num_fresh_reads is None) == (origin == "from_host")
-    assert ProbeReport.from_dict(report.to_dict()) == report
-
-
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
     ("name", "origin"),
