@@ -189,7 +189,8 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    settings = CommSettings(zero_copy, reduction, progress, window_device, node_cache, mailbox_bytes)
+    choices = (zero_copy, reduction, progress, window_device, node_cache)
+    settings = CommSettings(*choices, mailbox_bytes)  # type: ignore[arg-type]  # it checks the values
     if transport == "collective":
         if settings != CommSettings() or device != "cpu":
             raise UserError(
