@@ -96,6 +96,10 @@ class _CollectiveStorage(ShardStorage):
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]
 
+    def _wait(self, request: MPI.Request, what: str, index: int, _memory: torch.Tensor) -> None:
+        # The work handle holds `_memory` until here: MPI has no reference to it.
+        self._world.wait_collective(request, f"{what} unit {self.layouts[index].name}")
+
 
 class CollectiveParameters(_CollectiveStorage, ParameterStore):
     """Parameter store that keeps its shards in private memory and fetches by all-gather.
@@ -127,11 +131,7 @@ class CollectiveParameters(_CollectiveStorage, ParameterStore):
         shard, element = self._shards[index], COPY_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
-        return Work(functools.partial(self._complete, index, request, buffer))
-
-    def _complete(self, index: int, request: MPI.Request, _buffer: torch.Tensor) -> None:
-        # The work handle holds `_buffer` until here: MPI has no reference to it.
-        self._world.wait_collective(request, f"gathering unit {self.layouts[index].name}")
+        return Work(functools.partial(self._wait, request, "gathering", index, buffer))
 
 
 class CollectiveGradients(_CollectiveStorage, GradientStore):
@@ -177,9 +177,8 @@ class CollectiveGradients(_CollectiveStorage, GradientStore):
         super().free()
         self._results.clear()
 
-    def _complete(self, index: int, request: MPI.Request, result: torch.Tensor, _gradient: torch.Tensor) -> None:
-        # The work handle holds `_gradient` until here: MPI has no reference to it.
-        self._world.wait_collective(request, f"reducing the gradient of unit {self.layouts[index].name}")
+    def _complete(self, index: int, request: MPI.Request, result: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._wait(request, "reducing the gradient of", index, gradient)
         self._shards[index][: result.numel()] += result
         self._results.release(result)
 
