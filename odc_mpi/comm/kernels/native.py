@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -219,18 +218,9 @@ def _run(kernel: str, device: torch.device, num_blocks: int, arguments: tuple[An
     assert cupy is not None
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
     max_blocks = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
-    with _device_guard(device, cupy), stream:
-        _kernel(kernel)((min(num_blocks, max_blocks),), (THREADS,), arguments)
-
-
-def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    if torch.cuda.current_device() == device.index:
-        return nullcontext()
-    guard = ExitStack()
     # Both guards, because torch must restore the previous device, whichever one CuPy restores.
-    guard.enter_context(torch.cuda.device(device))
-    guard.enter_context(cupy.cuda.Device(device.index))
-    return guard
+    with torch.cuda.device(device), cupy.cuda.Device(device.index), stream:
+        _kernel(kernel)((min(num_blocks, max_blocks),), (THREADS,), arguments)
 
 
 @functools.cache
