@@ -18,9 +18,11 @@ import torch
 from progress_computing import Spells, Work, kinds_of_work
 
 from odc_mpi.bench.measure import entries, rotate
-from odc_mpi.bench.transport import REDUCTIONS, unit_layout
+from odc_mpi.bench.transport import unit_layout
 from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout
 from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.formatting import format_size
 from odc_mpi.runtime.world import World
@@ -48,7 +50,8 @@ class Pushes:
         self._world, self._target, self._sizes = world, target, sizes
         self._layouts = [_layout(num_bytes // 4, world.size) for num_bytes in sizes]
         self._window = Window(world, max(sizes) // 4, torch.float32)
-        self._reductions = {name: make(world, torch.float32) for name, make in REDUCTIONS.items()}
+        stores = {"accumulate": AccumulateGradientStore, "mailbox": MailboxGradientStore}
+        self._reductions = {name: make(world, torch.float32) for name, make in stores.items()}
         for reduction in self._reductions.values():
             reduction.plan(self._layouts)
             reduction.allocate()
@@ -56,7 +59,7 @@ class Pushes:
         self._progress = ProgressThread(world, world.progress.run_tasks)
         self._gradient = torch.from_numpy(pattern(max(sizes) // 4 if world.rank == 0 else 0))
         self.ways: dict[str, Callable[[int], float]] = {PUT: self._put}
-        self.ways |= {name: partial(self._push, name) for name in REDUCTIONS}
+        self.ways |= {name: partial(self._push, name) for name in stores}
 
     def clear(self) -> None:
         """Clear the window of Puts before a size is measured. Collective."""

@@ -34,7 +34,7 @@ import torch
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
-from odc_mpi.comm.factory import GradientStoreFactory, gradient_store_factories, window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import Access, Transport
@@ -43,8 +43,8 @@ from odc_mpi.formatting import format_size
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 
-#: Factories of gradient stores, keyed by the value of `comm.reduction`.
-REDUCTIONS = gradient_store_factories()
+#: Values of `comm.reduction`, except "auto".
+REDUCTIONS = ("accumulate", "mailbox")
 
 #: Total bytes in the units of one size, more than fit in the cache of a core ...
 UNITS_BYTES = 16 << 20
@@ -232,8 +232,8 @@ class Units:
         self.variants["mpi_allgather"] = self._gather(collectives.all_gather)
         if gloo is not None:
             self.variants["gloo_all_gather"] = self._gather(gloo.all_gather)
-        for name, reduction in REDUCTIONS.items():
-            self.variants[f"push_{name}"] = self._push(reduction)
+        for reduction in REDUCTIONS:
+            self.variants[f"push_{reduction}"] = self._push(reduction)
         self.variants["mpi_reduce_scatter"] = self._reduce(collectives.reduce_scatter)
         if gloo is not None:
             self.variants["gloo_reduce_scatter"] = self._reduce(gloo.reduce_scatter)
@@ -275,7 +275,7 @@ class Units:
 
         return Variant(operations, is_right, gloo="gloo_all_gather")
 
-    def _push(self, reduction: GradientStoreFactory) -> Variant:
+    def _push(self, reduction: str) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
         gradients = transport.gradients
         assert isinstance(gradients, WindowGradientStore)

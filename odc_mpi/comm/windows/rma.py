@@ -31,6 +31,8 @@ Memory: TypeAlias = np.ndarray | memoryview
 #: Part of an RMA operation between a buffer and other ranks' windows: the target rank, the first element in its shard,
 #: and a pair `(numel, first element in the buffer)`, as mpi4py expects. Elements have the size of the window's dtype.
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
+#: MPI windows, in the order in which they are freed, and the mapped shards by owner.
+WindowParts: TypeAlias = tuple[list[MPI.Win], dict[int, torch.Tensor]]
 #: MPI datatypes for the dtypes that MPI can sum, which exclude bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
 #: MPI datatypes for elements that are only copied, by element size, because MPI has no bf16 and counts in bytes would
@@ -205,10 +207,8 @@ class Window:
             win.Unlock_all()
             win.Free()
 
-    def _make(
-        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
-    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
-        """Return the MPI windows, in the order in which they are freed, and the mapped shards by owner. Collective."""
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
+        """Create the MPI windows. Collective."""
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
         tensor = torch.frombuffer(win.tomemory(), dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         return [win], {world.rank: tensor}
@@ -235,9 +235,7 @@ class SharedWindow(Window):
     """
 
     @override
-    def _make(
-        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
-    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
         num_bytes = numel * dtype.itemsize
         wins = [MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)]
         shards = [wins[0].Shared_query(local_rank)[0] for local_rank in range(world.local_size)]

@@ -10,8 +10,6 @@ from units import Block, assert_nan_is_known_to_all
 from odc_mpi.comm import factory
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
@@ -44,7 +42,7 @@ class Counting(Group):
 
 
 @pytest.fixture(
-    params=[(AccumulateGradientStore, 0), (AccumulateGradientStore, 1), (MailboxGradientStore, 1)],
+    params=[("accumulate", 0), ("accumulate", 1), ("mailbox", 1)],
     ids=["accumulate", "accumulate ahead", "mailbox ahead"],
 )
 def counted(world, request, monkeypatch):
