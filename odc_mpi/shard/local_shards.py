@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout, Slice
 from odc_mpi.comm.transport import Group, Transport
-from odc_mpi.shard.gradient_format.base import GradientFormat
+from odc_mpi.shard.gradient_format import GradientFormat
 from odc_mpi.shard.partition import ParametersByUnit
 
 
@@ -52,7 +52,7 @@ class ModuleWeightSource(WeightSource):
 
 @dataclass
 class LocalShard:
-    """Slice of a trainable parameter on this rank, as a tensor for the optimizer, with the index of its flat array."""
+    """Slice of a parameter on this rank, as a tensor for the optimizer, with the index of its flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -77,13 +77,12 @@ class LocalShards:
             else self._window(i)
             for i, layout in enumerate(layouts)
         ]
-        rank = transport.group.rank
-        self._slices = [(i, slice_) for i, layout in enumerate(layouts) for slice_ in layout.slices(rank)]
-        self.trainable = [
-            LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_)), i)
-            for i, slice_ in self._slices
-            if layouts[i].trainable
+        self._shards = [
+            LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_), layout.trainable), i)
+            for i, layout in enumerate(layouts)
+            for slice_ in layout.slices(transport.group.rank)
         ]
+        self.trainable = [shard for shard in self._shards if shard.parameter.requires_grad]
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
@@ -93,7 +92,7 @@ class LocalShards:
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values."""
-        return [(slice_, _view(self._masters[i], slice_)) for i, slice_ in self._slices]
+        return [(shard.slice, shard.parameter.detach()) for shard in self._shards]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
         """Set the `.grad` of trainable slices to the sums of the pushed gradients. All pushes must be complete.
@@ -142,7 +141,7 @@ class LocalShards:
         for shard in self.trainable:
             shard.parameter.data = shard.parameter.data.clone()
             shard.parameter.grad = None
-        self.trainable = []
+        self.trainable = self._shards = []
         self._masters = []
 
     def _window(self, i: int) -> torch.Tensor:

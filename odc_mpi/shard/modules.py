@@ -3,7 +3,7 @@
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
@@ -126,11 +126,9 @@ def replicate(module: nn.Module, transport: Transport) -> None:
             tensor.detach().copy_(value)
 
 
-def install_on_demand_parameters(
-    names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
-) -> Placeholders:
+def install_on_demand_parameters(names: NamesByModule, transport: Transport, forwards: UnitForwards) -> Placeholders:
     """Replace `_parameters` of the modules in `names` with `OnDemandParameters`, and return the placeholders."""
-    unit_of = {name: unit for unit in units for name in unit.ranges}
+    unit_of = {name: unit for unit in forwards.unsharded.units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
         return forwards.parameter(unit_of[name], name)
@@ -155,7 +153,7 @@ def install_on_demand_parameters(
 
 
 @contextmanager
-def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
+def materialized_parameters(names: NamesByModule, unsharded: UnshardedUnits) -> Iterator[None]:
     """Context manager that installs full parameters without gradients in the modules. One-sided.
 
     Units that are not unsharded are fetched first. Forward passes are then as fast as those of an unsharded module,
@@ -169,7 +167,7 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
         return
     full: dict[str, nn.Parameter] = {}
     with torch.inference_mode(False):  # code outside inference mode could not use inference tensors
-        for unit in units:
+        for unit in unsharded.units:
             unsharded.unshard(unit)
             full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
     with ExitStack() as restored:
@@ -181,19 +179,17 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
             plain = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
             module.__dict__["_parameters"] = plain
         yield
-    for unit in units:
+    for unit in unsharded.units:
         unit.check_unchanged()
 
 
-def full_state_dict(
-    state: Mapping[str, Any], names: Mapping[str, str], units: Sequence[Unit], unsharded: UnshardedUnits
-) -> dict[str, Any]:
+def full_state_dict(state: Mapping[str, Any], names: Mapping[str, str], unsharded: UnshardedUnits) -> dict[str, Any]:
     """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided.
 
     `names` maps every dotted name of a parameter to its first dotted name. Tied parameters have several names.
     """
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
-    for unit in units:
+    for unit in unsharded.units:
         unsharded.unshard(unit)
         full = {name: unit.parameter(name).clone() for name in unit.ranges}
         copies |= {full_name: full[name] for full_name, name in names.items() if name in full}

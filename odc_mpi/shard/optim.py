@@ -1,15 +1,13 @@
-"""Optimizers for slices, gradient clipping, and learning rate schedules. This module does not communicate.
+"""Optimizers that can train slices, and learning rate schedules. This module does not communicate.
 
 Each rank optimizes only slices of flattened parameters. This is correct for element-wise optimizers, but not for those
 that use the rows and columns of a matrix or the norm of a parameter.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import nn, optim
+from torch import optim
 
 #: PyTorch optimizers that compute the update of an element only from the gradients of that element.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -46,51 +44,6 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
         name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
     )
     raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
-
-
-def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of all gradient elements, computed in fp64."""
-    if not gradients:
-        return 0.0
-    norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64))
-    return float(norms.square().sum())
-
-
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that limits a norm to `max_norm`, as in PyTorch, or 1 if `norm` is not finite."""
-    if not math.isfinite(norm):
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
-
-
-def build_optimizer(
-    kind: str,
-    named: Iterable[tuple[str, nn.Parameter]],
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    weight_decay: float,
-    fused: bool | None = None,
-    **settings: Any,
-) -> optim.Optimizer:
-    """Create an optimizer for this rank's slices.
-
-    Args:
-        kind: "adamw" or "sgd".
-        named: Pairs of a parameter's dotted name and this rank's slice of it.
-        shapes: Full shapes of the parameters by dotted name, which are needed because slices have only one dimension.
-        weight_decay: Weight decay of parameters with two or more dimensions. Biases and norm weights have none.
-        fused: True to use PyTorch's fused kernel. None means True for "adamw" and False for "sgd".
-        **settings: Arguments of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
-    """
-    named = list(named)
-    decayed = [p for name, p in named if len(shapes[name]) >= 2]
-    others = [p for name, p in named if len(shapes[name]) < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    make = {"adamw": optim.AdamW, "sgd": optim.SGD}[kind]
-    if fused is None:
-        # PyTorch's default takes three times as long on a CPU, and needs parameter-sized temporaries on a GPU.
-        fused = kind == "adamw"
-    return make([group for group in groups if group["params"]], fused=fused or None, **settings)
 
 
 def schedule_factor(

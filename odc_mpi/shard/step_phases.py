@@ -88,16 +88,6 @@ class Usage:
         self._transport, self._spans, self._push_buffers = transport, spans, push_buffers
 
     @property
-    def fetch_wait_s(self) -> float:
-        """Total time that the computing thread has waited for parameters, in seconds."""
-        return self._spans.seconds["fetch"]
-
-    @property
-    def accumulate_wait_s(self) -> float:
-        """Total time that the computing thread has spent starting pushes and waiting for them, in seconds."""
-        return self._spans.seconds["accumulate"]
-
-    @property
     def boundary_wait_s(self) -> float:
         """Total time that this rank has waited at synchronization points, in seconds."""
         return sum(self._spans.seconds[point] for point in SYNC_POINTS)
