@@ -16,13 +16,38 @@ from itertools import compress
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout, Slice
 from odc_mpi.comm.transport import Group, Transport
 from odc_mpi.shard.gradient_format import GradientFormat
 from odc_mpi.shard.partition import ParametersByUnit
+
+#: PyTorch optimizers that compute the update of an element only from the gradients of that element. Others may need
+#: the rows and columns of a matrix or the norm of a parameter, but a rank has only slices of flattened parameters.
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+)
+#: Explanations of why other optimizers are not element-wise, by class name.
+_UNSUPPORTED_REASONS = {
+    "Adafactor": "it factors its second moment over a matrix's rows and columns",
+    "Muon": "it orthogonalizes whole matrices",
+    "LBFGS": "it takes inner products over all parameters",
+    "Lamb": "it scales by the norm of a whole parameter",
+    "LARS": "it scales by the norm of a whole parameter",
+    "Shampoo": "it preconditions whole matrices",
+}
 
 
 class WeightSource(Protocol):
@@ -146,6 +171,18 @@ class LocalShards:
 
     def _window(self, i: int) -> torch.Tensor:
         return self._transport.parameter_shard(i)
+
+
+def require_elementwise(optimizer: optim.Optimizer) -> None:
+    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or its `elementwise` attribute is True."""
+    # Not isinstance, because a subclass need not be element-wise.
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
+        return
+    name = type(optimizer).__name__
+    reason = _UNSUPPORTED_REASONS.get(
+        name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
+    )
+    raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
 
 
 def _view(shard: torch.Tensor, slice_: Slice) -> torch.Tensor:

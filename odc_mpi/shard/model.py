@@ -25,17 +25,16 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
+from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource, require_elementwise
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.modules import (
+    Placeholders,
     check_not_sharded,
     full_state_dict,
-    install_on_demand_parameters,
     materialized_parameters,
     replicate,
     wrap_forward,
 )
-from odc_mpi.shard.optim import require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
 from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, Usage
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
@@ -113,7 +112,7 @@ class ShardedModel:
         with self.spans.span("weights"):
             self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
         replicate(module, transport)
-        self._placeholders = install_on_demand_parameters(self._names_by_module, transport, forwards)
+        self._placeholders = Placeholders(self._names_by_module, transport, forwards)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, forwards, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())

@@ -1,4 +1,4 @@
-"""Parameter update: gradient clipping and the optimizer step."""
+"""Parameter update: gradient clipping, learning rate schedules and the optimizer step."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,6 @@ from torch.optim import SGD, AdamW
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.optim import schedule_factor
 from odc_mpi.training.settings import Config, OptimConfig
 
 
@@ -54,6 +53,27 @@ class Update(Callback):
             with self._model.spans.span("optimize"):
                 self.optimizer.step()
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
+
+
+def schedule_factor(
+    kind: str, step: int, warmup_steps: int, steps: int, min_ratio: float = 0.0, decay_ratio: float = 1.0
+) -> float:
+    """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
+
+    The learning rate rises linearly during the first `warmup_steps` steps and reaches its peak in the next step. If
+    `kind` is "constant", it then stays at the peak. If it is "linear" or "cosine", the learning rate then falls and
+    would reach `min_ratio` at step `steps`. If it is "warmup_stable_decay", the learning rate falls to `min_ratio` like
+    a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`. `steps` includes warmup.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    first = warmup_steps
+    if kind == "warmup_stable_decay":
+        first = max(warmup_steps, steps - math.ceil(decay_ratio * steps))
+    done = min(1.0, max(0, step - first) / max(1, steps - first))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    shapes = {"linear": 1.0 - done, "cosine": cosine, "constant": 1.0, "warmup_stable_decay": cosine}
+    return min_ratio + (1.0 - min_ratio) * shapes[kind]
 
 
 def make_optimizer(

@@ -12,10 +12,10 @@ from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.layout import ALIGNMENT_NUMEL
 from odc_mpi.shard.gradient_format import FloatGradients
+from odc_mpi.shard.local_shards import ELEMENTWISE, require_elementwise
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.optim import ELEMENTWISE, require_elementwise, schedule_factor
 from odc_mpi.training.settings import OptimConfig
-from odc_mpi.training.update import make_optimizer
+from odc_mpi.training.update import make_optimizer, schedule_factor
 
 
 @pytest.fixture

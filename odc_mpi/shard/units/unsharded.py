@@ -23,8 +23,7 @@ from odc_mpi.comm.work import FetchWork
 from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
-from odc_mpi.shard.step_phases import SpanRecorder
-from odc_mpi.shard.units.activity import ActivityReporter, in_backward
+from odc_mpi.shard.step_phases import ActivityReporter, SpanRecorder, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 
 #: Maximum number of unsharded units, not counting the root, units in a running forward and units within the cache: one
