@@ -96,11 +96,10 @@ def shard_model(
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: check_cache_sizes(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
-    param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
-    common_dtype = None if dtypes else param_dtype
+    store_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     if decision is None:
         optimizes = optimizer_device == "cuda"
-        size = device_shard_bytes(module, world.size, common_dtype, reduce_dtype, with_optimizer=optimizes)
+        size = device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizes)
         # Islands require windows in host memory.
         window_device = "cpu" if islands and device == "cuda" else "auto"
         decision = decide_for(world, device=device, window_device=window_device, shard_bytes=size)
@@ -122,10 +121,10 @@ def shard_model(
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        fits = _fits_node_cache(sharing, module, common_dtype, reduce_dtype, inbox_bytes, caches)
+        fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
         shares = all(world.gather_objects(wants_cache))
-    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, shares, islands)
+    transport = _transport(world, computing, store_dtype, reduce_dtype, decision, shares, islands)
     model = ShardedModel(
         module,
         transport,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: Dtypes of gradients. MPI must be able to sum them at the target, which rules out bf16. int64 holds fixed-point
-#: numbers (`shard.gradient_format.fixed_point`), which a transport adds as integers.
+#: numbers (`shard.fixed_point`), which a transport adds as integers.
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 

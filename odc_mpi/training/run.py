@@ -52,7 +52,7 @@ from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms

@@ -6,8 +6,8 @@ import itertools
 import torch
 import torch_reference
 
-from odc_mpi.shard.optim import schedule_factor
 from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.update import schedule_factor
 
 
 def island_minibatches(config, num_islands):
