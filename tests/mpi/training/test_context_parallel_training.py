@@ -12,8 +12,8 @@ from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.context_parallel import even_bounds
 from odc_mpi.errors import UserError
-from odc_mpi.training import context_parallel
 from odc_mpi.training import run as training_run
+from odc_mpi.training import source
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
@@ -133,10 +133,8 @@ def test_sequences_longer_than_a_microbatch(dataset_path, world):
 def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
     monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
     if world.rank == 1:
-        attend = context_parallel.context_parallel_attention
-        monkeypatch.setattr(
-            context_parallel, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args)
-        )
+        attend = source.context_parallel_attention
+        monkeypatch.setattr(source, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args))
     check(configured(dataset_path, **{"data.cost": "fitted"}), world, 10)
 
 
