@@ -30,7 +30,6 @@ from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
-from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.run import resolve_steps
@@ -70,7 +69,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
 
     def describe() -> None:
         num_islands = size // _ranks_per_island(config, size, local_size) if config.islands.mode == "outer" else 1
-        inputs = open_inputs(apply_exact_settings(config), 0, size, num_islands)
+        inputs = open_inputs(config, 0, size, num_islands)
         base_bytes = peak_resident_bytes()
         full = resolve_steps(config, inputs.dataset)
         sequences, microbatch, accumulates = _inspect_plans(inputs, full)
