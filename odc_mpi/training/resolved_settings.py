@@ -26,8 +26,8 @@ def resolve_settings(
 
     Missing models are downloaded. All ranks call `check_stop`, which may be collective and raise an error, for each
     model and every half second during a download. Returns the configuration, and remarks to print at start-up, keyed by
-    setting (the learning rate is `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings contradict `run.exact` or the
-    checkpoint in `model.path`.
+    setting (the learning rate is `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings
+    contradict `run.exact` or the checkpoint in `model.path`.
     """
     notes = {}
     given = config.model.path
