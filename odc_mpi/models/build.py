@@ -226,7 +226,6 @@ def _on_meta(
     config: transformers.PreTrainedConfig, setting: str, attn_implementation: str, task: Task
 ) -> tuple[transformers.PreTrainedModel, Packing]:
     attention.register()
-    task.configure(config, setting)
     config.use_cache = False
     for key, value in config.to_dict().items():
         if ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and not 0 <= value <= 1:
@@ -236,10 +235,6 @@ def _on_meta(
 
     def build(implementation: str | None) -> transformers.PreTrainedModel:
         with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a {task.description} from it"):
-            module: transformers.PreTrainedModel = task.auto_class.from_config(
-                config, attn_implementation=implementation, trust_remote_code=False, dtype=torch.float32
-            )
-        task.check(module, setting)
-        return module
+            return task.build(config, setting, attn_implementation=implementation, dtype=torch.float32)
 
     return build_for_training(build, setting, attn_implementation)

@@ -38,19 +38,10 @@ def split_longest(count, lengths, size, max_tokens, cost):
 def train(config, world):
     """Losses and parameters, and the number of split sequences."""
     inputs = open_inputs(config, world.rank, world.size)
-    num_split = 0
     with training(config, world, inputs) as (trainer, steps):
-        draw = trainer._source.next_minibatch
-
-        def counting():
-            nonlocal num_split
-            minibatch = draw()
-            num_split += len(minibatch.plan.splits)
-            return minibatch
-
-        trainer._source.next_minibatch = counting
-        losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
-    return inputs, losses, state, num_split
+        lines, state = steps(), trainer.model.state_dict()
+    num_split = sum(line.get("num_cut_sequences", 0) for line in lines)
+    return inputs, [line["loss"] for line in lines], state, num_split
 
 
 def configured(dataset_path, **changes):
