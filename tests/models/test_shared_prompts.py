@@ -18,6 +18,8 @@ COUNTS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]
 def build(kind, implementation):
     torch.manual_seed(0)
     config = tiny_config(kind)
+    if kind == "gemma2":
+        config.attn_logit_softcapping = 0.05  # low, so that it counts
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for parameter in model.parameters():
@@ -50,9 +52,7 @@ def compare(found, expected, models):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2", "qwen2_moe", "gemma2", "llama4_text", "gpt_oss", "gpt2", "mistral", "phimoe", "stablelm"]
-)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "llama4_text", "gpt_oss", "gpt2", "mistral", "phimoe", "stablelm"])
 def test_attention_reads_the_prompt_of_the_sequence_before(tmp_path, kind):
     attention.register()
     write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=512)
