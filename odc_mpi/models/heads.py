@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from odc_mpi.errors import UserError
-from odc_mpi.models.logps.logit_transform import replaced_forwards
+from odc_mpi.models.token_logps import replaced_forwards
 
 #: Entry that odc_mpi sets to True in config.json of a reward model. It means that chats end with the end-of-turn token
 #: in training, without the whitespace that templates append.

@@ -23,7 +23,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.families import trial_inputs
-from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
+from odc_mpi.models.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes, peak_resident_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits

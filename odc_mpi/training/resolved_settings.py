@@ -89,22 +89,19 @@ def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None])
         check_stop()
         return world.gather_objects(value)
 
-    options: dict[str, Any] = {"gather": gather, "downloads": world.local_rank == 0}
-    if world.rank == 0:
-        options["report"] = partial(print, flush=True)
-    if config.model.path is not None:
-        path = resolve_model_path(config.model.path, "model.path", **options)
-        config = replace(config, model=replace(config.model, path=path))
-    if config.rl.tokenizer is not None:
-        path = resolve_model_path(config.rl.tokenizer, "rl.tokenizer", weights=False, **options)
-        config = replace(config, rl=replace(config.rl, tokenizer=path))
-    if config.rl.reward_funcs is not None:
-        functions = [
-            resolve_model_path(spec, "rl.reward_funcs", **options) if "/" in spec and ":" not in spec else spec
-            for spec in config.rl.reward_funcs
-        ]
-        config = replace(config, rl=replace(config.rl, reward_funcs=functions))
-    return config
+    report = {"report": partial(print, flush=True)} if world.rank == 0 else {}
+
+    def resolve(value: str | None, setting: str, *, weights: bool = True) -> str | None:
+        options: dict[str, Any] = {"gather": gather, "downloads": world.local_rank == 0, "weights": weights, **report}
+        return None if value is None else resolve_model_path(value, setting, **options)
+
+    path = resolve(config.model.path, "model.path")
+    tokenizer = resolve(config.rl.tokenizer, "rl.tokenizer", weights=False)
+    functions: Any = config.rl.reward_funcs and [
+        resolve(spec, "rl.reward_funcs") if "/" in spec and ":" not in spec else spec for spec in config.rl.reward_funcs
+    ]
+    rl = replace(config.rl, tokenizer=tokenizer, reward_funcs=functions)
+    return replace(config, model=replace(config.model, path=path), rl=rl)
 
 
 def _continue_run(config: Config) -> Config:

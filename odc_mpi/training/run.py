@@ -43,7 +43,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
@@ -65,7 +65,7 @@ from odc_mpi.training.islands.build import (
     use_outer_parameters,
 )
 from odc_mpi.training.islands.state import make_training_state
-from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
+from odc_mpi.training.loop import MinibatchSource, Objective, Trainer, Update, make_optimizer
 from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
@@ -83,7 +83,6 @@ from odc_mpi.training.rundir.resume import (
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
-from odc_mpi.training.update import Update, make_optimizer
 
 
 def train(

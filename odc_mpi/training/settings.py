@@ -209,12 +209,12 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
     """Convert parsed YAML to a checked configuration. Raises `UserError`, which names `source` as the file."""
-    return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
+    return _build(Reader(all_settings()).read(document, source)[0], source)
 
 
 def _read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     document = dialect.read_file(path) if path else None
-    return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
+    return Reader(all_settings()).read(document, str(path), overrides)
 
 
 def _build(values: dict[str, Any], source: str) -> Config:
@@ -306,7 +306,8 @@ def all_settings() -> dict[str, Setting]:
         hints = get_type_hints(section, include_extras=True)
         for item in fields(section):
             hint, description, *checks = get_args(hints[item.name])
-            settings[f"{section_name}.{item.name}"] = Setting(hint, description, checks, item.default)
+            name = f"{section_name}.{item.name}"
+            settings[name] = Setting(hint, description, checks, item.default, _REASONS.get(name))
     return settings
 
 

@@ -9,7 +9,7 @@ from tiny_configurations import tiny_config
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.pairs.microbatch import as_padded_rows, read_pairs
 from odc_mpi.models import attention
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 
 #: Prompt, chosen and rejected answer; longer and shorter than windows and chunks, which have 8 tokens.
 COUNTS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.training.loop import Trainer
+from odc_mpi.training.loop import Trainer, Update
 from odc_mpi.training.settings import OptimConfig, RunConfig
-from odc_mpi.training.update import Update
 
 
 @pytest.mark.parametrize(("warmup", "equal_steps"), [({"warmup_ratio": 0.25}, 2), ({"warmup_ratio": 0.2}, 2)])
