@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from odc_mpi.bench.measure import interleaved
-from odc_mpi.models.logps import token_logps
-from odc_mpi.models.logps.logit_transform import LogitTransform
+from odc_mpi.models import token_logps
 from odc_mpi.models.packed import per_sequence, varlen
+from odc_mpi.models.token_logps import LogitTransform
 
 DEVICE, TOKENS = "cuda", 8192
 HEADS, GROUPS, HEAD_DIM = 16, 4, 128

@@ -9,7 +9,7 @@ from typing_extensions import override
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.bench.baselines.unsharded import run_microbatches
 from odc_mpi.bench.contenders import Contender
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.settings import OptimConfig

@@ -10,7 +10,7 @@ from typing_extensions import override
 from odc_mpi.bench.contenders import Contender
 from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.training.inputs import build_model
 from odc_mpi.training.settings import Config
 from odc_mpi.training.update import make_optimizer

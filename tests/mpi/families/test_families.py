@@ -21,7 +21,7 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_directory
-from odc_mpi.models.context_parallel_check import attention_shape
+from odc_mpi.models.context_parallel_attention import attention_shape
 from odc_mpi.models.decoding import generation_mode
 from odc_mpi.models.export import export
 from odc_mpi.training.inputs import open_inputs

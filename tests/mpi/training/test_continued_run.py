@@ -12,7 +12,7 @@ from small_training import configure, save_model, train_to_the_end
 from odc_mpi import api, hub
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.configuration import first_difference
 from odc_mpi.models.load import load_model
 from odc_mpi.training.resolved_settings import resolve_settings
@@ -141,8 +141,3 @@ for name in ("config.json", "model.safetensors"):
     config, _ = resolve_settings(configure(dataset_path, **{"model.path": "Owner/Name"}), world)
     assert config.model.path == str(snapshot)
     assert Path(f"{base}-downloads").read_text() == "one\n"
-
-
-def test_a_path_without_a_model_is_refused(world, dataset_path, shared_dir):
-    with pytest.raises(UserError, match=r"model.path: expected a Hugging Face model directory .*or a run .* has none"):
-        train(configure(dataset_path, **{"model.path": shared_dir}), world)
