@@ -31,6 +31,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -44,7 +45,7 @@ from goals import Goal
 from torch import nn
 
 from odc_mpi.api import shard_model
-from odc_mpi.bench.baselines.gloo import Gloo
+from odc_mpi.bench.baselines import gloo_process_group
 from odc_mpi.bench.measure import header, interleaved, parse_sizes, ratio, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
@@ -209,26 +210,25 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
     before = os.getloadavg()[0]
     made = tempfile.mkdtemp(prefix=".odc_mpi-bench-", dir=place) if world.rank == 0 else ""
     directory = Path(world.gather_objects(made)[0])
-    gloo = Gloo(world) if world.num_nodes == 1 else None
+    one_node = world.num_nodes == 1
     try:
         state = State(world, num_bytes, directory)
-        names = ["plain", "odc_mpi", *(["dcp"] if gloo else [])]
+        names = ["plain", "odc_mpi", *(["dcp"] if one_node else [])]
         timed = {}
         for name in names:
             write, remove = getattr(state, f"write_{name}"), partial(state.remove, name)
             timed[f"write_{name}"] = partial(_time, world, write, remove)
         for name in names:
             timed[f"read_{name}"] = partial(_time, world, getattr(state, f"read_{name}"), state.forget)
-        seconds: dict[str, list[float]] = interleaved(timed, repeats)
+        with gloo_process_group(world) if one_node else nullcontext():
+            seconds: dict[str, list[float]] = interleaved(timed, repeats)
     finally:
-        if gloo:
-            gloo.close()
         if world.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
     seconds |= slowest(world, {"pause": state.pauses_s})
     return {
         **header(world, "checkpoint", before, repeats=repeats, state_bytes=state.num_bytes),
-        "left_out": {} if gloo else {"dcp": "its process group here is limited to one node"},
+        "left_out": {} if one_node else {"dcp": "its process group here is limited to one node"},
         "variants": {
             name: {"seconds": quartiles(times), "gb_per_s": state.num_bytes / 1e9 / median(times)}
             for name, times in seconds.items()

@@ -149,7 +149,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
 
 _SCHEDULE = "windows, collectives and tickets, with sleeps in place of computation"
 BENCHMARKS = {
-    "transport": Benchmark("fetches and pushes against memcpy, collectives and gloo", _add_transport, _run_transport),
+    "transport": Benchmark("fetches and pushes against memcpy and collectives", _add_transport, _run_transport),
     "schedule": Benchmark(_SCHEDULE, _add_schedule, _run_schedule),
     "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
 }

@@ -14,7 +14,6 @@ from odc_mpi.report.plot_types import (
     ORANGE,
     PLAIN_STYLE,
     PURPLE,
-    RED,
     SKY,
     Bar,
     BarPanel,
@@ -55,14 +54,12 @@ _FETCHES = {
     "fetch_copy": "fetch",
     "fetch_zero_copy": "zero-copy",
     "mpi_allgather": "MPI_Allgather",
-    "gloo_all_gather": "gloo",
 }
 _PUSHES = {
     "memcpy": "memcpy",
     "push_accumulate": "accumulate",
     "push_mailbox": "mailbox",
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
-    "gloo_reduce_scatter": "gloo",
 }
 #: Styles and markers of the curves, in order.
 _LINES = (
@@ -70,7 +67,6 @@ _LINES = (
     (Style(BLUE, "-"), "o"),
     (Style(ORANGE, "-"), "D"),
     (Style(GREEN, "-."), "s"),
-    (Style(RED, "--"), "^"),
 )
 
 
@@ -115,7 +111,6 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     if ends.get(SPLIT, math.inf) > (1 - MIN_SHOWN_GAIN) * ends[on_demand]:
         ends.pop(SPLIT, None)
     saved_s = ends[baseline] - ends[on_demand]
-    above_s = dict(zip([*ends][1:], ends.values(), strict=False))
     chosen = choose_ranks([sum(b - a for a, b in spans) for spans in timeline[baseline]])
     charts = [
         GanttChart(
@@ -123,7 +118,6 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
             [_gantt_row(rank, timeline[name][rank], end) for rank in chosen],
             end,
             [(end, f"{end:.1f} s")],
-            saved if (saved := above_s.get(name, end) - end) > MIN_SHOWN_GAIN * end else 0.0,
         )
         for name, end in ends.items()
     ]
@@ -252,11 +246,7 @@ def _bar_text(bar: Bar, form: str) -> str:
 def _transport(result: Mapping[str, Any]) -> ReportPage:
     sizes = result["sizes"]
     largest = sizes[-1]["all_at_once"]["fetch_copy"]
-    title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} "
-    if largest["of_gloo"] is None:
-        title += f"moves {largest['gb_per_s']['median']:.2g} GB/s"
-    else:
-        title += f"is {largest['of_gloo']:.3g} times as fast as the all-gather of gloo"
+    title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} moves {largest['gb_per_s']['median']:.2g} GB/s"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
     draw = partial(plots.curves, [curves], "bytes of a unit", lambda x: format_size(round(x)))
@@ -308,8 +298,7 @@ def _benchmark_report(
 ) -> ReportPage:
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
-    skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return ReportPage(title, subtitle, skipped, figures, [])
+    return ReportPage(title, subtitle, figures=figures)
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {

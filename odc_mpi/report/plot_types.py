@@ -56,16 +56,12 @@ class GanttRow(NamedTuple):
 
 
 class GanttChart(NamedTuple):
-    """Gantt chart with the timelines of several ranks, and times to mark with a line and a text. Times are in seconds.
-
-    `saved_s` is the time by which the chart ends earlier than the chart above it, or 0.
-    """
+    """Gantt chart with the timelines of several ranks, and times in seconds to mark with a line and a text."""
 
     heading: str
     rows: Sequence[GanttRow]
     end_s: float
     marks: Sequence[tuple[float, str]] = ()
-    saved_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,6 @@ def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
             _draw_row(axes, top + row_height * number + 2, row_height - 4, row, styles)
         for at, text in chart.marks:
             axes.mark(at, text, rise=14)
-        if chart.saved_s > 0:
-            _draw_savings(axes, chart.end_s, chart.saved_s)
         drawing.height = top + height + 8
     axes.draw_x(lambda x: f"{x:g}")
     drawing.text(_LEFT + axes.width, drawing.height + 28, "seconds", MUTED, text_anchor="end")
@@ -62,15 +60,6 @@ def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mappin
             axes.drawing.add("rect", fill=color, height=12, **box)
             place: dict[str, Any] = {"text_anchor": "middle", "font_size": 11, "pointer_events": "none"}
             axes.drawing.text(left + width / 2, y + height / 2 + 4, text, _ON_COLOR, **place)
-
-
-def _draw_savings(axes: Axes, end_s: float, saved_s: float) -> None:
-    begin, end, y = axes.x(end_s), axes.x(end_s + saved_s), axes.top + axes.height / 2
-    arrow = f"M{begin + 6:.1f},{y - 4} l-6,4 l6,4 m-6,-4 H{end:.1f} m-6,-4 l6,4 l-6,4"
-    axes.drawing.add("path", d=arrow, fill="none", stroke=INK, stroke_width=1.2)
-    place = {"text_anchor": "middle", "font_weight": "bold"}
-    axes.drawing.text((begin + end) / 2, y - 8, "saved", **place)
-    axes.drawing.text((begin + end) / 2, y + 18, f"{saved_s:.3g} s", **place)
 
 
 def bars(panels: Sequence[BarPanel]) -> Drawing:
