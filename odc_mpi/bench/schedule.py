@@ -66,7 +66,7 @@ def measure(
 
 def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> dict[str, Any]:
     minibatches = list(scenario.minibatches())
-    scale = step_s / float(np.mean([floor_s(minibatch, scenario.max_tokens)[1] for minibatch in minibatches]))
+    scale = step_s / float(np.mean([floor_s(minibatch)[1] for minibatch in minibatches]))
     tickets = Tickets(world)
     runners = {
         "window": Runner(world, window_transport(world), scenario.num_units, tickets),
@@ -77,7 +77,7 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
         report(f"minibatch {turn + 1} of {len(minibatches)}")
         for name in rotate(MEASURED, turn):
             transport, balance = name.split("/")
-            samples[name].append(runners[transport].run(minibatch, plan(scenario, minibatch, balance), scale))
+            samples[name].append(runners[transport].run(minibatch, plan(minibatch, balance), scale))
     for runner in runners.values():
         runner.close()
     tickets.close()

@@ -32,46 +32,39 @@ MAX_SEQUENCES = 10**7
 
 @dataclass(frozen=True)
 class SimulatedMinibatch:
-    """Minibatch to simulate. All durations are in seconds, and those of microbatches include communication.
+    """Minibatch of `scenario`. All durations are in seconds, and those of microbatches include communication.
 
     With windows, a rank's first microbatch takes longer because it fills the caches (`is_first` in the methods).
 
     Attributes:
         lengths: Number of tokens in each sequence, int64 `[n]`.
         sequence_s: True duration of each sequence on a rank of speed 1, float64 `[n]`.
-        overhead_s: Constant part of the duration of any microbatch, including dummies, on a rank of speed 1.
-        communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
         speeds: Speed of each rank in this minibatch, float64 `[ranks]`.
-        cache_saving_s: Part of `communication_s` that caches save in each microbatch. Collectives have no caches.
-        cache_cost_s: Additional duration of a rank's first microbatch, which fills the caches.
-        cost: Cost model that ranks use for planning, in seconds.
     """
 
+    scenario: "Scenario"
     lengths: npt.NDArray[np.int64]
     sequence_s: Floats
-    overhead_s: float
-    communication_s: float
     speeds: Floats
-    cache_saving_s: float = 0.0
-    cache_cost_s: float = 0.0
-    cost: CostModel = REFERENCE_COST
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
         """Return the duration of a microbatch (indices of sequences) on a rank without caches."""
-        work_s = self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
-        return work_s / float(self.speeds[rank]) + self.communication_s
+        work_s = self.scenario.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
+        return work_s / float(self.speeds[rank]) + self.scenario.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
         """Return the duration of a microbatch on a rank with parameter and gradient caches."""
-        return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
+        saving_s, cost_s = self.scenario.cache_saving_s
+        return self.duration_s(rank, microbatch) - saving_s + (cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
         """Return the duration of chunk `index` of a split sequence on a rank, not counting waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
-        error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
-        work_s = self.overhead_s + error * self.cost.chunk(begin, end)
-        saving_s = self.cache_saving_s - (self.cache_cost_s if is_first else 0.0)
-        return work_s / float(self.speeds[rank]) + self.communication_s - saving_s
+        scenario, cost = self.scenario, self.scenario.cost
+        error = self._each_s[split.position] / float(cost.sequence(self.lengths[split.position]))
+        work_s = scenario.overhead_s + error * cost.chunk(begin, end)
+        saving_s = scenario.cache_saving_s[0] - (scenario.cache_saving_s[1] if is_first else 0.0)
+        return work_s / float(self.speeds[rank]) + scenario.communication_s - saving_s
 
     @cached_property
     def _each_s(self) -> list[float]:
@@ -126,15 +119,18 @@ class Scenario(ScenarioOptions):
         """Maximum number of tokens in a microbatch."""
         return self.length_distribution.max_tokens
 
-    @property
+    @cached_property
     def communication_s(self) -> float:
-        """Seconds that the fetches and pushes of a microbatch take without caches."""
+        """Seconds that the fetches and pushes of a microbatch take without caches. Computation does not hide them."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
-    @property
+    @cached_property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch, and seconds spent filling them in a rank's first microbatch."""
+        """Seconds that caches save in each microbatch, and seconds spent filling them in a rank's first microbatch.
+
+        Collectives have no caches.
+        """
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -171,17 +167,15 @@ class Scenario(ScenarioOptions):
         num_bytes = (self.num_islands - 1) * share_numel * WIRE_BYTES[self.wire]
         return num_bytes / 1e9 / self.link_gb_per_s / self.sync_every
 
-    def in_island(self, minibatch: SimulatedMinibatch) -> SimulatedMinibatch:
-        """Return a minibatch in which ranks fetch from and push to their own island only."""
+    @cached_property
+    def in_island(self) -> "Scenario":
+        """Scenario in which ranks fetch from and push to their own island only."""
         # Not 0, which would be refused with `unit_bytes`.
         fetch_gb_per_s = self.fetch_gb_per_s or MAX_GB_PER_S
         without_outer = replace(self, sync_every=0, wire=ScenarioOptions.wire)
-        alone = replace(without_outer, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
-        saving_s, cost_s = alone.cache_saving_s
-        minibatch = replace(minibatch, communication_s=alone.communication_s, cost=alone.planned_cost)
-        return replace(minibatch, cache_saving_s=saving_s, cache_cost_s=cost_s)
+        return replace(without_outer, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
 
-    @property
+    @cached_property
     def planned_cost(self) -> CostModel:
         """Cost model for planning, in seconds, including the overhead and communication of each microbatch."""
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
@@ -192,15 +186,9 @@ class Scenario(ScenarioOptions):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
             lengths = self.length_distribution.sample(self.num_sequences, lengths_rng)
-            yield SimulatedMinibatch(
-                lengths,
-                self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng),
-                self.overhead_s,
-                self.communication_s,
-                _factors(self.ranks, self.speed_variation, speeds_rng),
-                *self.cache_saving_s,
-                self.planned_cost,
-            )
+            sequence_s = self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng)
+            speeds = _factors(self.ranks, self.speed_variation, speeds_rng)
+            yield SimulatedMinibatch(self, lengths, sequence_s, speeds)
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
