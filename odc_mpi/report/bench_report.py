@@ -8,23 +8,8 @@ from typing import Any
 from odc_mpi.formatting import format_seconds, format_size
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, ReportPage, Table
-from odc_mpi.report.plot_types import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PLAIN_STYLE,
-    PURPLE,
-    SKY,
-    Bar,
-    BarPanel,
-    Curve,
-    GanttChart,
-    GanttRow,
-    Panel,
-    Plot,
-    Style,
-    choose_ranks,
-)
+from odc_mpi.report.plots import Bar, BarPanel, Curve, GanttChart, GanttRow, Panel, choose_ranks
+from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, Style
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, ON_DEMAND, SCHEDULES, SPLIT
@@ -41,7 +26,7 @@ HEADINGS = {
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "/")}
-#: Styles of bars, keyed by the first component of the variant's name. Other variants have `PLAIN_STYLE`.
+#: Styles of bars, keyed by the first component of the variant's name. Other variants are plain blue.
 _BAR_STYLES = {
     "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
@@ -133,7 +118,7 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
-    return Figure(Plot("gantt", title, partial(plots.gantt, charts, _STYLES)), caption)
+    return Figure("gantt", title, partial(plots.gantt, charts, _STYLES), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -190,9 +175,9 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     figures = [_bar_figure("speeds", title, panels, speeds, caption)]
     losses = result["losses"]
     heading = f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
-    curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
+    curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses], Style(BLUE))
     draw = partial(plots.curves, [[Panel("loss", [curve])]], "minibatch")
-    figures.append(Figure(Plot("loss", heading, draw)))
+    figures.append(Figure("loss", heading, draw))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
@@ -221,7 +206,7 @@ def _bar_panel(
             if isinstance(value, Mapping):
                 value, spread = value["median"], (value["low"], value["high"])
             others = {source: values[name] for source, values in (references or {}).items() if name in values}
-            bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], PLAIN_STYLE), spread, others))
+            bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], Style(BLUE)), spread, others))
     return BarPanel(heading, bars, form, line)
 
 
@@ -235,7 +220,7 @@ def _bar_figure(name: str, title: str, panels: Sequence[BarPanel], names: Iterab
                 cells.setdefault(source, {})[bar.label] = format(value, panel.form)
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(Plot(name, title, partial(plots.bars, panels)), caption, [table])
+    return Figure(name, title, partial(plots.bars, panels), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
@@ -260,7 +245,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    return _benchmark_report(result, title, subtitle, [Figure(Plot("speeds", title, draw), caption, tables)])
+    return _benchmark_report(result, title, subtitle, [Figure("speeds", title, draw, caption, tables)])
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:

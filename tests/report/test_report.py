@@ -15,9 +15,9 @@ from odc_mpi.cli import main as cli
 from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import report
 from odc_mpi.report.page import Figure, ReportPage, html
-from odc_mpi.report.plot_types import Curve, Panel, Plot
-from odc_mpi.report.plots import curves
+from odc_mpi.report.plots import Curve, Panel, curves
 from odc_mpi.report.run_report import describe
+from odc_mpi.report.svg import BLUE, Style
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
 
@@ -154,12 +154,12 @@ def test_a_run_that_was_killed(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     output = describe(run)
-    assert [figure.plot.name for figure in output.figures] == ["loss", "time"]
+    assert [figure.name for figure in output.figures] == ["loss", "time"]
     for word, note in zip(("after 5 steps", "summary.json", "trace.json", "data.path"), output.notes, strict=True):
         assert word in note
     extract_plots(written(run))
     (run / "metrics.jsonl").unlink()
-    assert [figure.plot.name for figure in describe(run).figures] == []
+    assert [figure.name for figure in describe(run).figures] == []
     assert "ended before its first step" in written(run)
 
 
@@ -210,7 +210,7 @@ def test_a_run_with_rewards(run):
     texts = [json.dumps(logged | {"step": n, "completion": f"of step {n}"}) for n in (1, 3, 5)]
     (run / "completions.jsonl").write_text("\n".join([*texts, '{"step": 6, "pro']))
     output, page = describe(run), written(run)
-    assert [figure.plot.name for figure in output.figures] == ["rewards", "gantt", "time"] and not output.notes
+    assert [figure.name for figure in output.figures] == ["rewards", "gantt", "time"] and not output.notes
     for words in ("The mean reward rose from 0.125 to 0.625 in 5 steps", "held-out prompts rose from 12.5% to 75.0%"):
         assert words in page
     assert "generate 10% of the time, compute 48%, fetch and push 10%, wait 22%, evaluate 4%, save 6%" in page
@@ -329,13 +329,13 @@ def test_pictures_are_text_and_the_same_each_time(tmp_path):
     page = written(tmp_path / "found.json")
     assert 'fill="var(--ink)"' in page and 'stroke="var(--muted)"' in page and "#0072b2" not in extract_plots(page)[0]
     assert "prefers-color-scheme: dark" in page and "@media print" in page
-    plot = Plot("p", 'a "b"', lambda: curves([[Panel("", [Curve("", [1, 2], [3.0, 4.0])])]], "step"))
-    assert 'aria-label="a &quot;b&quot;"' in html(ReportPage("t", [], figures=[Figure(plot)]))
+    figure = Figure("p", 'a "b"', lambda: curves([[Panel("", [Curve("", [1, 2], [3.0, 4.0], Style(BLUE))])]], "step"))
+    assert 'aria-label="a &quot;b&quot;"' in html(ReportPage("t", [], figures=[figure]))
 
 
 def test_numbers_at_axes_differ():
-    panel = Panel("", [Curve("", [1, 2], [0.0, 0.005])], ".0%")
-    drawn = Plot("p", "", lambda: curves([[panel]], "step")).svg()
+    panel = Panel("", [Curve("", [1, 2], [0.0, 0.005], Style(BLUE))], ".0%")
+    drawn = Figure("p", "", lambda: curves([[panel]], "step")).svg()
     assert ">0.2%<" in drawn and ">0.4%<" in drawn and ": 0.5%" in drawn
 
 
