@@ -7,14 +7,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from rich.console import Console
 from small_run import write_sequences
 from step_metrics import STEP
-from transport_result import result as transport_result
 
 from odc_mpi.cli import main as cli
 from odc_mpi.observe.trace import NUM_BINS
-from odc_mpi.report import report
-from odc_mpi.report.page import Figure, ReportPage, html
+from odc_mpi.report import bench_report, report
+from odc_mpi.report.page import Figure, ReportPage, html, terminal
 from odc_mpi.report.plots import Curve, Panel, curves
 from odc_mpi.report.run_report import describe
 from odc_mpi.report.svg import BLUE, Style
@@ -86,6 +86,37 @@ def training_result():
     }
 
 
+#: Seconds for a unit of 10 GB.
+SLOWNESS = {
+    "memcpy": 1.0,
+    "fetch_zero_copy": 1e-6,
+    "fetch_copy": 1.25,
+    "mpi_allgather": 2.0,
+    "push_accumulate": 2.5,
+    "push_mailbox": 3.0,
+    "mpi_reduce_scatter": 4.0,
+}
+
+
+def transport_entry(name, size_bytes):
+    time_s = SLOWNESS[name]
+    found = {"seconds": dict.fromkeys(("low", "median", "high"), time_s), "gb_per_s": None, "of_memcpy": None}
+    if name != "fetch_zero_copy":
+        speed = size_bytes / time_s / 1e9
+        found |= {"gb_per_s": {"low": speed * 0.9, "median": speed, "high": speed * 1.1}, "of_memcpy": 1 / time_s}
+    return found
+
+
+def transport_result():
+    sizes = [
+        {"size_bytes": size, "all_at_once": {name: transport_entry(name, size) for name in SLOWNESS}}
+        for size in (65536, 1 << 20, 10**10)
+    ]
+    del sizes[0]["all_at_once"]["mpi_allgather"]
+    facts = {"ranks": 2, "nodes": 1, "cores_per_rank": 1, "repeats": 7, "load_average": [0.5, 2.04]}
+    return {"benchmark": "transport", "library": f"Open MPI {NASTY}", "sizes": sizes, **facts}
+
+
 def schedule_result():
     found = simulate(Scenario(ranks=4, num_minibatches=2, speed_variation=0.2))
     output = {"benchmark": "schedule", "library": "MPICH 5.0.2", "nodes": 1, "slept_step_s": 1.0}
@@ -130,7 +161,12 @@ def test_a_page_of_a_run(run):
         assert words in page
     assert NASTY not in page and page.count("&lt;script&gt;alert(") == 3  # lead, summary, configuration
     assert "<details>" in page
-    assert 'class="note"' not in page
+    assert 'class="note"' not in page and "held-out" not in page
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, "time": "2026-01-01T00:00:00+00:00", "eval_loss": 8.75}) + "\n")
+    page = written(run)
+    assert 'class="note"' not in page and "on held-out data it stayed at 8.75" in page
+    assert "loss, mean over trained tokens" in page
 
 
 def test_ranks_of_islands_are_grouped(run):
@@ -177,17 +213,6 @@ def test_a_data_set_that_is_damaged_is_not_called_gone(run):
     (run.parent / "data.h5").write_bytes(b"damaged")
     (note,) = describe(run).notes
     assert "one that does not open" in note and "was not found" not in note
-
-
-def test_evaluations_are_next_to_the_loss(run):
-    lines = [step(n, **({"eval_loss": 8.5 - n / 10} if n % 2 == 0 else {})) for n in range(1, 6)]
-    lines = [{"step": 0, "time": "2026-01-01T00:00:00+00:00", "eval_loss": 8.75}, *lines]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert not describe(run).notes
-    for words in ("in 5 steps, on held-out data it fell from 8.75 to 8.1", "loss, mean over trained tokens"):
-        assert words in written(run)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(step(n)) + "\n" for n in range(1, 6)))
-    assert "held-out" not in written(run)
 
 
 def test_a_run_with_rewards(run):
@@ -312,12 +337,28 @@ def test_a_page_of_training(tmp_path):
 
 
 def test_a_page_of_transports(tmp_path):
-    page = written(tmp_path / "found.json", transport_result() | {"library": NASTY})
+    page = written(tmp_path / "found.json", transport_result())
     needs_nothing_else(page)
     (speeds,) = extract_plots(page)
     for words in ("accumulate", "mailbox", "MPI_Allgather", "64K", "A fetch of 9765625K moves 8 GB/s"):
         assert words in speeds
     assert NASTY not in page
+
+
+def test_tables_of_transports_fit_a_terminal():
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal(bench_report.describe(transport_result())))
+    output = capture.get()
+    assert "…" not in output
+    assert max(len(line.rstrip()) for line in output.splitlines()) <= 80
+    rows = [line.split() for line in output.splitlines()]
+    assert next(row for row in rows if row[:1] == ["1M"])[:4] == ["1M", "0.00", "±", "10%"]
+    for words in (
+        *("Open MPI", "2 ranks on 1 node, 1 core each, 7 rounds, all ranks at once", "mailbox", "accumulate"),
+        *("load of the node: 0.5 before, 2.0 after", "1 us"),
+    ):
+        assert words in " ".join(output.split()), words
 
 
 def test_pictures_are_text_and_the_same_each_time(tmp_path):
