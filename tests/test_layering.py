@@ -83,7 +83,7 @@ PRIVATE = {
     "_attn_implementation": {"models.decoding", "models.configuration"},
     "_supports_sdpa": {"models.decoding", "models.families"},
     "_supports_attention_backend": {"models.families"},
-    "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines.fsdp"},
+    "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines"},
     "_init_weights": {"models.weights.random_init"},
     "get_model_conversion_mapping": {"models.weights.conversion"},
     "rename_source_key": {"models.weights.conversion"},

@@ -62,8 +62,8 @@ def _read(source: Path) -> dict[str, object]:
 def _draw(report: page.ReportPage, name: str | None) -> str:
     if name is None:
         return page.html(report)
-    plots = {figure.plot.name: figure.plot for figure in report.figures}
-    if name not in plots:
-        known = f"expected one of {', '.join(plots)}" if plots else "this report has no pictures"
+    figures = {figure.name: figure for figure in report.figures}
+    if name not in figures:
+        known = f"expected one of {', '.join(figures)}" if figures else "this report has no pictures"
         raise UserError(f"--picture {name}: {known}")
-    return plots[name].svg()
+    return figures[name].svg()
