@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.errors import TrainingError, warn
-from odc_mpi.islands.norm_watch import NormWatch
+from odc_mpi.islands.norms import NormWatch
 from odc_mpi.islands.outer_optimizer import OuterOptimizer, normalized
 from odc_mpi.runtime.world import World
 
@@ -41,19 +41,6 @@ class SyncResult(NamedTuple):
     contributions_left_out: int
     bytes_between_islands: float
     island_wait_s: float
-
-
-class Sent(NamedTuple):
-    """Fragment whose differences are in flight.
-
-    Attributes:
-        weights: Weights of the islands in their mean difference.
-        num_steps: Number of steps from which the differences result.
-    """
-
-    fragment: int
-    weights: list[float]
-    num_steps: int
 
 
 class Received(NamedTuple):
@@ -85,14 +72,19 @@ class FragmentExchange:
             self._numbers_comm = world.comm.Dup()
         self._requests: list[MPI.Request] = []
         self._sent = self._received = np.empty(0, dtype=np.uint8)
+        self._in_flight: tuple[int, list[float], int] | None = None
         self._is_open = True
         world.on_close(self.close)
         # The ranks of an island share a fragment unevenly.
         self._mean_bytes = self._gather(np.array(optimizer.message_bytes)).mean(axis=0) * (islands.size - 1)
 
-    def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> Sent:
-        """Start gathering the differences of all islands, with weights `amounts`. Collective, but does not wait."""
-        assert not self._requests, "a message is in flight"
+    def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> None:
+        """Start gathering the islands' differences after `num_steps` steps. Collective, but does not wait.
+
+        `amounts` weight the islands in their mean difference.
+        """
+        assert not self._in_flight, "a message is in flight"
+        self._in_flight = fragment, normalized(amounts, {}), num_steps
         message = self._optimizer.encode(fragment).cpu().numpy()
         num_units = -(-len(message) // _UNIT_BYTES)
         self._sent = np.zeros(num_units * _UNIT_BYTES, dtype=np.uint8)
@@ -105,20 +97,24 @@ class FragmentExchange:
             offsets = [island * num_units + first for island in range(self._islands.size)]
             received = [self._received, [count] * self._islands.size, offsets, self._unit]
             self._requests.append(self._islands.column.comm.Iallgatherv(sent, received))
-        return Sent(fragment, normalized(amounts, {}), num_steps)
 
-    def receive(self, sent: Sent) -> Received:
-        """Wait for the differences of all islands. All islands leave out the same ones. Collective.
+    def receive(self) -> Received | None:
+        """Wait for the differences in flight. All islands leave out the same ones. Collective.
+
+        Returns None if no fragment was sent after the last call.
 
         Raises:
             TrainingError: The outer parameters of two islands differ, or an island was left out three times in a row.
         """
-        fragment, weights, num_islands = sent.fragment, sent.weights, self._islands.size
+        if self._in_flight is None:
+            return None
+        (fragment, weights, num_steps), num_islands = self._in_flight, self._islands.size
+        self._in_flight = None
         began = time.perf_counter()
         messages = self._wait()[:, : self._optimizer.message_bytes[fragment]]
         waited_s = time.perf_counter() - began
         mean, norms, wait_s = self._combine(fragment, messages, weights, waited_s)
-        left_out = self.watch.check(fragment, [norm / sent.num_steps for norm in norms[:num_islands]])
+        left_out = self.watch.check(fragment, [norm / num_steps for norm in norms[:num_islands]])
         if left_out:
             weights = normalized(weights, left_out)
             mean, norms, _ = self._combine(fragment, messages, weights, 0.0)

@@ -61,21 +61,17 @@ class RolloutMetrics:
             "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
             "failed_rewards": group_rewards.num_failed,
             "groups_generated": 1,
-        }
-        summed = {
-            "length": lengths.mean(),
-            "entropy": completions.entropy,
-            "reward": rewards.sum(),
-            "squared_reward": (rewards**2).sum(),
+            f"length_{position}": lengths.mean(),
+            f"entropy_{position}": completions.entropy,
+            f"reward_{position}": rewards.sum(),
+            f"squared_reward_{position}": (rewards**2).sum(),
         }
         for i, values in enumerate(group_rewards.per_function):
             valid = values[~np.isnan(values)]
             added[f"function_{i}_count"] = len(valid)
-            summed[f"function_{i}_sum"] = valid.sum()
+            added[f"function_{i}_sum_{position}"] = valid.sum()
         for name, value in added.items():
             self.add(name, float(value))
-        for name, value in summed.items():
-            self.values[f"{name}_{position}"] = float(value)
         self.values["shortest"] = min(self.values["shortest"], float(lengths.min()))
         self.values["longest"] = max(self.values["longest"], float(lengths.max()))
 
