@@ -36,7 +36,8 @@ from odc_mpi.observe.timing import peak_flops
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import open_inputs, training_flops
-from odc_mpi.training.loop import Trainer, make_optimizer
+from odc_mpi.training.loop import Trainer
+from odc_mpi.training.update import make_optimizer
 from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.run_info import numel
