@@ -176,7 +176,7 @@ def threads_of(ready: UnshardedUnits) -> int:
 def test_no_thread_where_none_is_of_use_or_allowed(
     transport: RecordingTransport, access: Access, threads: bool, prefetch: int
 ) -> None:
-    transport.access, transport.thread_safe = access, threads
+    transport.parameters.access, transport.thread_safe = access, threads
     model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
     for _ in range(2):
         with model.minibatch():
