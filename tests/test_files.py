@@ -12,7 +12,6 @@ from odc_mpi.files import (
     atomic_write,
     make_directory,
     sync_directory,
-    sync_file,
     write_or_warn,
     write_text_atomic,
     write_text_durable,
@@ -28,7 +27,17 @@ def synced(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
+def replace(path, text):
+    with atomic_write(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+WRITES = pytest.mark.parametrize(
+    "write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True), replace]
+)
+
+
+@WRITES
 def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path, write):
     path = tmp_path / "notes.txt"
     for text in ("first", "second, ü"):
@@ -37,7 +46,7 @@ def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path, write):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
+@WRITES
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, write):
     path = tmp_path / "notes.txt"
     path.write_text("old")
@@ -55,6 +64,10 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, write
 def test_content_is_on_the_disk_before_the_name(tmp_path, synced):
     write_text_durable(tmp_path / "notes.txt", "text")
     assert synced == [tmp_path / "notes.txt.tmp", tmp_path]
+    synced.clear()
+    replace(tmp_path / "data", "1")
+    assert [path.name for path in synced] == ["data", tmp_path.name]
+    assert synced[0].parent.name.startswith(".data.") and synced[1] == tmp_path
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o640)])
@@ -67,38 +80,22 @@ def test_who_may_read_what_was_swapped_in(tmp_path, private, mode):
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == mode
 
 
-def replace(path, text):
-    with atomic_write(path) as new:
-        new.write_text(text)
-    return path.read_text()
-
-
 def test_a_new_file_gets_its_name_at_the_end(tmp_path):
     path = tmp_path / "made" / "on the way" / "data"
-    assert [replace(path, text) for text in ("1", "2")] == ["1", "2"]
+    replace(path, "1")
     assert list(path.parent.iterdir()) == [path]
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_the_content_of_a_new_file_is_on_the_disk_before_its_name(tmp_path, synced):
-    replace(tmp_path / "data", "1")
-    assert [path.name for path in synced] == ["data", tmp_path.name]
-    assert synced[0].parent.name.startswith(".data.") and synced[1] == tmp_path
-
-
-@pytest.mark.parametrize("fails", ["sync_file", "replace"])
-def test_a_failure_leaves_the_old_file_and_no_folder(tmp_path, monkeypatch, fails):
+def test_a_failure_leaves_no_folder(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk on fire")
 
-    replace(tmp_path / "data", "old")
-    monkeypatch.setattr(files.Path if fails == "replace" else files, fails, fail)
-    for path in (tmp_path / "data", tmp_path / "made" / "too" / "data"):
-        with pytest.raises(OSError, match="on fire"):
-            replace(path, "new")
-    assert list(tmp_path.rglob("*")) == [tmp_path / "data"]
-    assert (tmp_path / "data").read_text() == "old"
+    monkeypatch.setattr(files, "sync_file", fail)
+    with pytest.raises(OSError, match="on fire"):
+        replace(tmp_path / "made" / "too" / "data", "new")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):
@@ -118,13 +115,6 @@ def test_a_lost_file_is_reported_without_an_error(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert errors.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
     assert errors.count("\n") == 1
-
-
-def test_a_file_and_a_directory_are_seen_on_the_disk(tmp_path, synced):
-    (tmp_path / "data").write_text("x")
-    sync_file(tmp_path / "data")
-    sync_directory(tmp_path)
-    assert synced == [tmp_path / "data", tmp_path]
 
 
 @pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
