@@ -13,7 +13,13 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
-from odc_mpi.training.objectives.dpo import AnswerLogps, AnswerScores, PreferenceScorer, pair_loss
+from odc_mpi.training.objectives.dpo import (
+    AnswerLogps,
+    AnswerScores,
+    PreferenceScorer,
+    pair_loss,
+    pair_statistics,
+)
 from odc_mpi.training.objectives.pairs import PairObjective
 from odc_mpi.training.pairs.settings import DPOConfig, LossType
 
@@ -36,6 +42,16 @@ def test_label_smoothing_and_weights():
     right, swapped = (pair_loss(DPOConfig(0.3), each, scores, 3.0) for each in (ratios, ratios.flip(1)))
     found = pair_loss(DPOConfig(0.3, ["sigmoid", "sft"], [2.0, 0.5], 0.2), ratios, scores, 3.0)
     torch.testing.assert_close(found, 2 * (0.8 * right + 0.2 * swapped) - 0.5 * policy[:, 0] / 3, rtol=1e-12, atol=0)
+
+
+def test_statistics_have_the_names_of_trl():
+    policy, reference = [[-3.0, -5.0], [-9.0, -4.0], [-1.0, -2.0]], [[-4.0, -4.0], [-8.0, -4.0], [-1.0, -2.0]]
+    policy, reference = (torch.tensor(logps).double() for logps in (policy, reference))
+    assert pair_statistics(DPOConfig(0.5), policy - reference, policy).tolist() == [
+        [0.5, -0.5, 1, 1, -3, -5],
+        [-0.5, 0, 0, -0.5, -9, -4],
+        [0, 0, 0.5, 0, -1, -2],
+    ]
 
 
 @pytest.fixture(scope="module")
