@@ -35,6 +35,7 @@ class OuterOptimizer:
     Attributes:
         outer: Outer parameters, fp32, with the shapes of the slices.
         velocities: Momentum, fp32, with the shapes of the slices.
+        message_bytes: Size of the encoded difference of each fragment, in bytes.
         residuals: What encoding has lost, fp32, with the shapes of the slices, or None without error feedback.
     """
 
@@ -51,6 +52,7 @@ class OuterOptimizer:
     ) -> None:
         self._slices = [each.detach() for each in slices]
         self._fragments, self._encoding = fragments, encoding
+        self.message_bytes = [encoding.num_bytes(each.num_elements) for each in fragments]
         self._learning_rate, self._momentum, self._local_share = learning_rate, momentum, local_share
         self.outer = [each.to(torch.float32, copy=True) for each in self._slices]
         self.velocities = [torch.zeros_like(each) for each in self.outer]
@@ -62,7 +64,7 @@ class OuterOptimizer:
         difference = fragment.read(self.outer).sub_(fragment.read(self._slices))
         if self.residuals is not None:
             difference += fragment.read(self.residuals)
-        message = torch.empty(self._encoding.num_bytes(difference.numel()), dtype=torch.uint8, device=difference.device)
+        message = torch.empty(self.message_bytes[index], dtype=torch.uint8, device=difference.device)
         self._encoding.encode(difference, message)
         if self.residuals is not None:
             lost = difference - self._decode(index, message)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 #: Maximum number of logits per block, by type of device: 64 and 512 MiB in float32. Each block reads the head, and
-#: reads and writes its gradient, which takes longer than small matrix products on a GPU (benchmarks/gpu_attention.py).
+#: reads and writes its gradient, which takes longer than small matrix products on a GPU (benchmarks/notes/gpu.md).
 MAX_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 #: Attributes of models with the coefficient of the auxiliary router loss. The last is that of JetMoE.
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")

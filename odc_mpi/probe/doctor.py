@@ -95,8 +95,7 @@ def _report(result: ChildResult) -> ProbeReport:
         free = free_shm_bytes()
         free_mib = "no" if free is None else free >> 20
         failure += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
-    where = (doing or "closing").replace(".", " ")
-    return report.with_problem(Problem.read(f"{where}: {failure}"))
+    return report.with_problem(Problem(tuple((doing or "closing").split(".")), failure))
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.probe import operations
-from odc_mpi.probe.report import Cause, OperationResult
+from odc_mpi.probe.report import INCONCLUSIVE, STALE, WRONG, OperationResult
 from odc_mpi.runtime.deadline import SLEEP_S
 from odc_mpi.runtime.world import World
 
@@ -136,8 +136,8 @@ class Trials:
                     self._links[kind, memory] = operations.ProbeLink(self._win, target, expected, make, rotation)
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
-    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation, and return its result and the cause of any problem. Collective.
+    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, str | None]:
+        """Try an operation, and return its result and any problem. Collective.
 
         The arguments are keys of `OPERATIONS_BY_NAME`, `pairs` and `origins`.
         """
@@ -165,7 +165,7 @@ class Trials:
 
     def _try(
         self, operation: operations.TrialOperation, target: int, tests_staleness: bool
-    ) -> tuple[OperationResult, Cause | None]:
+    ) -> tuple[OperationResult, str | None]:
         operation.run(operation.small_bytes)  # opens connections and faults in pages
         idle_s = _median(lambda: operation.run(operation.small_bytes), self._budget.idle_s)
         busy_s, one_sided, is_valid = self._while_busy(operation, target, idle_s)
@@ -175,9 +175,9 @@ class Trials:
         self._send_command(target, stop=True)
         num_fresh_reads = num_fresh if num_reads else None
         if not is_correct or num_fresh < num_reads:
-            return OperationResult(num_fresh_reads=num_fresh_reads), Cause.STALE if is_correct else Cause.WRONG
+            return OperationResult(num_fresh_reads=num_fresh_reads), STALE if is_correct else WRONG
         result = OperationResult(one_sided if is_valid else None, idle_s, busy_s, gb_per_s, num_fresh_reads)
-        return result, None if is_valid else Cause.INCONCLUSIVE
+        return result, None if is_valid else INCONCLUSIVE
 
     def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
         """Measure small operations while the target computes.

@@ -13,7 +13,6 @@ single rank with a GPU, gradients are accumulated in the shard itself.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
@@ -23,9 +22,8 @@ from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.cache_budget import CacheBudget
-from odc_mpi.shard.gradient_format.base import GradientFormat
-from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
-from odc_mpi.shard.gradient_format.floating_point import FloatGradients
+from odc_mpi.shard.fixed_point import FixedPointGradients
+from odc_mpi.shard.gradient_format import FloatGradients, GradientFormat
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
@@ -118,7 +116,6 @@ class GradientPusher:
                 array, range_ = unit.ranges[name]
                 arrays.setdefault(array, []).append((range_.start, gradient))
         for array, segments in arrays.items():
-            segments.sort(key=itemgetter(0))
             if unit.indices[array] in self._finished:
                 raise RuntimeError(
                     "expected no backward after the one announced by set_is_last_backward(), got gradients of unit "

@@ -78,7 +78,7 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
             "model.config.output_router_logits to false"
         )
     if objective == "grpo":
-        return _open_prompts(config, _with_adapters(meta_model, config), rank)
+        return _open_prompts(config, _with_adapters(meta_model, config))
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
     if objective == "reward":
         set_padding(meta_model.module.config, _padding_token(dataset, meta_model))
@@ -140,7 +140,7 @@ def _plan_context_parallel(
     return KVSizes(num_layers, token_numel * (2 if narrow else 4), max_chunk_tokens, longest - 1)
 
 
-def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
+def _open_prompts(config: Config, meta_model: models.MetaModel) -> Inputs:
     """Open the prompts, and check that they match the model and that completions fit in a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
@@ -154,7 +154,7 @@ def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> In
         for setting, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
     )
     assert prompts is not None, "config.load requires data.path"
-    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed, rank)
+    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed)
     return Inputs(prompts, meta_model, loader, evaluation)
 
 

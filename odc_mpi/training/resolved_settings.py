@@ -113,7 +113,7 @@ def _continue_run(config: Config) -> Config:
         if config.lora.r is not None:
             raise UserError(
                 f"lora.r: model.path {path} is a checkpoint, and adapters need a base in a Hugging Face directory: "
-                f"odc-mpi checkpoint export {path} --out DIR, and set model.path to DIR"
+                f"odc-mpi export {path} --out DIR, and set model.path to DIR"
             )
         return config
     if config.model.config:

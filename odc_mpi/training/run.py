@@ -52,7 +52,7 @@ from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_
 from odc_mpi.probe.decision import CommSettings, Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact import ExponentCallback, deterministic_algorithms
@@ -65,7 +65,7 @@ from odc_mpi.training.islands.build import (
     use_outer_parameters,
 )
 from odc_mpi.training.islands.state import make_training_state
-from odc_mpi.training.loop import MinibatchSource, Objective, Trainer, Update, make_optimizer
+from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
@@ -83,6 +83,7 @@ from odc_mpi.training.rundir.resume import (
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
+from odc_mpi.training.update import Update, make_optimizer
 
 
 def train(

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
 
@@ -16,28 +15,12 @@ from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
 #: Templates without tools.
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Look up a word.",
-            "parameters": {
-                "type": "object",
-                "properties": {"word": {"type": "string", "description": "The word."}},
-                "required": ["word"],
-            },
-        },
-    }
-]
+WORD = {"type": "object", "properties": {"word": {"type": "string", "description": "The word."}}, "required": ["word"]}
+LOOKUP = {"name": "lookup", "description": "Look up a word.", "parameters": WORD}
+TOOLS = [{"type": "function", "function": LOOKUP}]
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"type": "function", "id": "call12345", "function": {"name": "lookup", "arguments": '{"word": "zebra"}'}}
-    ],
-}
+CALLED = {"type": "function", "id": "call12345", "function": {"name": "lookup", "arguments": '{"word": "zebra"}'}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
 RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "call12345", "content": "User result: four."}
 
 
@@ -78,10 +61,8 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
             text = trained_text(tokenizer, encoded)
             answers = [message["content"] for message in chat.messages if message["role"] == "assistant"]
             assert [text.count(answer) for answer in filter(None, answers)] == [1] * len(list(filter(None, answers)))
-            assert text.count("zebra") == (case == "tools") and "User" not in text and "Be brief" not in text, (
-                name,
-                case,
-            )
+            assert text.count("zebra") == (case == "tools"), (name, case)
+            assert "User" not in text and "Be brief" not in text, (name, case)
             if case == "three" and len(encoded) > 1:
                 split[name] = len(encoded)
             omitted |= {name} if encoded[0].omitted else set()
@@ -150,9 +131,8 @@ def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None
     together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
     apart = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
     assert spans(changing, chat) == spans(changing, chat, "always") == apart
-    with pytest.raises(
-        InvalidRecordError, match=r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
-    ):
+    words = r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
+    with pytest.raises(InvalidRecordError, match=words):
         spans(changing, chat, "never")
     assert spans(tokenizer, chat) == spans(tokenizer, chat, "never") == together
     assert spans(tokenizer, chat, "always") == [[text] for text in together[0]]
@@ -216,10 +196,9 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InvalidRecordError, match="drops a part of message 4"):
         encode(tokenizer, [CONVERSATIONS["tools"]])
     # Nor do the words of a later answer.
+    later = [turn(1)[0], CALL, RESULT, {"role": "assistant", "content": "By lookup."}]
     with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
-        encode(
-            tokenizer, [Conversation("", [turn(1)[0], CALL, RESULT, {"role": "assistant", "content": "By lookup."}])]
-        )
+        encode(tokenizer, [Conversation("", later)])
     silent = with_template(
         tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
     )
@@ -228,19 +207,11 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
 
 
 def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: Any) -> None:
-    for rendering in (
-        "{{ m.tool_calls[0].function.arguments | tojson }}",
-        "{{ '' + m.tool_calls[0].function.arguments }}",
-    ):
-        template = (
-            HEADER
-            + "{{ m.content }}{% if m.tool_calls %}lookup"
-            + rendering
-            + "{% endif %}<|im_end|>\n{% endfor %}"
-            + PROMPT
-        )
-        as_object = copy.deepcopy(CALL)
-        as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
+    as_object = copy.deepcopy(CALL)
+    as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
+    for rendering in ("m.tool_calls[0].function.arguments | tojson", "'' + m.tool_calls[0].function.arguments"):
+        message = f"{{{{ m.content }}}}{{% if m.tool_calls %}}lookup{{{{ {rendering} }}}}{{% endif %}}<|im_end|>\n"
+        template = HEADER + message + "{% endfor %}" + PROMPT
         for call in (CALL, as_object):
             found = spans(with_template(tokenizer, template), Conversation("", [turn(1)[0], call]))
             assert found == [['lookup{"word": "zebra"}<|im_end|>']]
@@ -249,7 +220,6 @@ def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: 
 def test_split_answers_are_separate_sequences(tokenizer: Any) -> None:
     changing = with_template(tokenizer, LAST_THINKS)
     [encoded, [plain]] = encode(changing, [CONVERSATIONS["three"], CONVERSATIONS["one"]])
-    assert [trained_text(changing, [each]) for each in encoded] == [
-        f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)
-    ]
-    np.testing.assert_array_equal(encoded[0].tokens, plain.tokens)
+    texts = [trained_text(changing, [each]) for each in encoded]
+    assert texts == [f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)]
+    assert encoded[0].tokens.tolist() == plain.tokens.tolist()

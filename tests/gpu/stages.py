@@ -99,7 +99,7 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
         return f"no {SANITIZER} on the PATH"
     ours = ("--kernel-name", "kernel_substring=add_segments", "--kernel-name", "kernel_substring=flatten")
     options = ("--tool", tool, "--error-exitcode", "1", *(("--report-api-errors", "no") if tool == "memcheck" else ()))
-    tests = ("tests/comm/kernels/test_kernels_gpu.py", "-k", "not takes_its_turn")
+    tests = ("tests/comm/kernels/test_kernels.py", "-k", "(gpu or subnormal) and not takes_its_turn")
     return job.call(SANITIZER, *options, *ours, *PYTEST, *tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")[0]
 
 

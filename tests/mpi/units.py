@@ -18,17 +18,6 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def assert_nan_is_known_to_all(model, world, run):
-    """A gradient of one rank is not finite: all ranks learn it, and `run`, another minibatch, begins from zero."""
-    with model.minibatch() as totals:
-        scale = float("nan") if world.rank == world.size - 1 else 1.0
-        (model(torch.randn(2, 16)).mean() * scale).backward()
-    assert not totals.finite
-    model.publish()
-    assert run().finite, "the gradients were not cleared"
-    model.publish()
-
-
 def while_the_last_rank_computes(world, base, work):
     """Run `work` on the other ranks; the last one computes without calling MPI until all of them have returned."""
     computes = base.with_name(f"{base.name}.computes")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from odc_mpi.errors import UserError
-from odc_mpi.shard.gradient_format.fixed_point import FIRST_EXPONENT, FixedPointGradients
+from odc_mpi.shard.fixed_point import FIRST_EXPONENT, FixedPointGradients
 from odc_mpi.training.exact import (
     ExponentCallback,
     apply_exact_settings,

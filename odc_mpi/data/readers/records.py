@@ -77,21 +77,14 @@ class Block:
 def _to_record(value: Any, location: str) -> dict[str, Any]:
     if isinstance(value, InvalidRecordError):
         raise InvalidRecordError(f"{location}: {value}")
-    if isinstance(value, bytes):
-        value = _parse_json(value, location)
+    try:
+        value = json.loads(value.decode("utf-8")) if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        problem = f"UTF-8, got byte 0x{error.object[error.start]:02x} at {error.start}"
+        raise InvalidRecordError(f"{location}: expected {problem}") from error
+    except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, lists nested thousands deep
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({reason})") from error
     if not isinstance(value, dict):
         raise InvalidRecordError(f"{location}: expected a JSON object, got {json_kind(value)}")
     return value
-
-
-def _parse_json(line: bytes, location: str) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        problem = f"UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
-        raise InvalidRecordError(f"{location}: expected {problem}") from error
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({reason})") from error
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error

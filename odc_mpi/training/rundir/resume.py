@@ -10,7 +10,7 @@ import torch
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
-from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
+from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
@@ -23,8 +23,6 @@ from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
-#: Names of the optimizer classes in `torch.optim`, keyed by the value of `optim.optimizer`.
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
@@ -73,14 +71,6 @@ class ResumePoint:
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key) and key not in _UNREPORTED and key not in ignored
         ]
-
-    def one_line(self, config: Config) -> str:
-        """Return a description of the checkpoint and of the changed settings, to print after "resuming"."""
-        changed = self.changed_settings(config)
-        size, num_islands = self.checkpoint.manifest.size, self.checkpoint.manifest.num_islands
-        ranks = ("1 rank" if size == 1 else f"{size} ranks") + (f" in {num_islands} islands" if num_islands > 1 else "")
-        tail = f"; changed settings: {', '.join(changed)}" if changed else ""
-        return f"from step {self.step}: {self.checkpoint.directory}, saved on {ranks}{tail}"
 
 
 class DeferredErrorWeights(CheckpointWeights):
@@ -139,7 +129,12 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
         moved = "checkpoints of later steps" if newest > resume_point.step else ""
     tail = f"; the {moved} are moved to {next_earlier(run_dir)}" if moved else ""
     if resume_point:
-        return f"resuming {resume_point.one_line(config)}{tail}"
+        manifest, changed = resume_point.checkpoint.manifest, resume_point.changed_settings(config)
+        ranks = "1 rank" if manifest.size == 1 else f"{manifest.size} ranks"
+        islands = f" in {manifest.num_islands} islands" if manifest.num_islands > 1 else ""
+        settings = f"; changed settings: {', '.join(changed)}" if changed else ""
+        saved = f"{resume_point.checkpoint.directory}, saved on {ranks}{islands}"
+        return f"resuming from step {resume_point.step}: {saved}{settings}{tail}"
     if config.run.resume != "auto":
         return f"starting from scratch: run.resume {config.run.resume}{tail}" if moved else ""
     if moved or config.run.checkpoint_every:
@@ -176,36 +171,31 @@ def _islands_train_separately(config: Mapping[str, Any]) -> bool:
 
 
 def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
-    requested, run_dir = config.run.resume, Path(config.run.dir)
-    job = slurm_job()
+    requested, run_dir, job = config.run.resume, Path(config.run.dir), slurm_job()
     if requested == "never" and not job.get("slurm_restarts"):
         return None
+    path = None if requested in ("never", "auto") else str(Path(requested).resolve())
     candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, world.rank, config.comm.timeout_s))
-    if requested not in ("never", "auto"):
-        return _find_requested(world, requested, run_dir, candidates)
-    newest = _newest(world, candidates)
-    # With never: only if the scheduler restarted this job; checkpoints of other jobs are ignored.
-    if newest and (requested == "auto" or newest.manifest.metadata.get("slurm_job_id") == job["slurm_job_id"]):
-        return ResumePoint(newest, True, newest.manifest.metadata["origin"])
-    if newest:
-        newest.close()
-    return None
-
-
-def _find_requested(world: World, requested: str, run_dir: Path, candidates: Sequence[Path]) -> ResumePoint:
-    """Open the requested checkpoint, or the newest one of a run in `run.dir` that started from it. Collective."""
+    newest = None
     try:
         newest = _newest(world, candidates)
     except AllRanksUserError as error:
-        newest = None  # the requested checkpoint may be elsewhere
-        if world.rank == 0:
+        if path is None:
+            raise
+        if world.rank == 0:  # the requested checkpoint may be elsewhere
             reason = str(error).removesuffix(f"; {_START_OVER_HINT}")
             warn(f"WARNING: no usable checkpoint in {run_dir} ({reason}); starting from {requested}")
-    path = str(Path(requested).resolve())
-    if newest and newest.manifest.metadata["origin"] == path:
-        return ResumePoint(newest, True, path)  # the scheduler restarted this run
     if newest:
+        metadata = newest.manifest.metadata
+        if requested == "never":  # only if the scheduler restarted this job; checkpoints of other jobs are ignored
+            continues = metadata.get("slurm_job_id") == job["slurm_job_id"]
+        else:  # with a path, only if the scheduler restarted this run, which began there
+            continues = path is None or metadata["origin"] == path
+        if continues:
+            return ResumePoint(newest, True, metadata["origin"])
         newest.close()
+    if path is None:
+        return None
     checkpoint = _newest(world, world.run_on_all(lambda: checkpoint_directories(Path(requested))))
     assert checkpoint, "checkpoint_directories finds one, or raises"
     return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
@@ -237,7 +227,8 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in this "
             f"run: change model.*; or {_START_OVER_HINT}"
         )
-    require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
+    if (optimizer := metadata["config"]["optim"]["optimizer"]) != config.optim.optimizer:
+        raise _mismatch("optim.optimizer", optimizer, "as in", checkpoint, config.optim.optimizer)
     if metadata["data_digest"] != inputs.dataset.digest():
         path = metadata["config"]["data"]["path"]
         raise _mismatch("data.path", path, "the data of", checkpoint, f"other data, {config.data.path}")

@@ -1,3 +1,4 @@
+import itertools
 import time
 
 import numpy as np
@@ -7,11 +8,12 @@ from length_fixtures import COST, lognormal_lengths, microbatch_cost
 from odc_mpi.data.plan.balance import (
     BALANCE_STRATEGIES,
     Plan,
+    check_fit,
     dynamic,
+    find_strategy,
     lb_micro,
     lb_mini,
     local_sort,
-    one_sequence_per_microbatch,
     rank_independent_packing,
 )
 from odc_mpi.data.plan.cost import CostModel
@@ -20,25 +22,31 @@ from odc_mpi.errors import UserError
 FIRST, LATER = CostModel(), CostModel(constant=300.0, linear=1.0, quadratic=0.01)
 
 
-@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-@pytest.mark.parametrize("size", range(1, 9))
-def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
-    rng = np.random.default_rng(size)
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [*((name, False) for name in BALANCE_STRATEGIES), ("lb_mini", True), ("dynamic", True), ("local_sort", True)],
+)
+def test_each_sequence_is_planned_once_and_fits(name: str, exact: bool) -> None:
+    strategy, rng = find_strategy(name, FIRST, exact=exact, packs=True), np.random.default_rng(1)
     for n in (0, 1, 2, 3, 7, 16, 61):
-        lengths = lognormal_lengths(rng, n)
-        plan = BALANCE_STRATEGIES[name](lengths, size, 4096, COST)
-        assert len(plan.microbatches) == size
-        packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
-        assert sorted(i for pack in packs for i in pack) == list(range(n))
-        assert {type(i) for pack in packs for i in pack} <= {int}
-        assert all(lengths[list(pack)].sum() <= 4096 for pack in packs)
-        assert name == "lb_micro" or all(packs)
+        lengths, seen = lognormal_lengths(rng, n), set()
+        for size, cost in itertools.product(range(1, 9), (FIRST, LATER)):
+            plan = strategy(lengths, size, 4096, cost)
+            assert len(plan.microbatches) == size
+            packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
+            assert sorted(i for pack in packs for i in pack) == list(range(n))
+            assert {type(i) for pack in packs for i in pack} <= {int}
+            assert all(lengths[list(pack)].sum() <= 4096 for pack in packs)
+            assert name == "lb_micro" or all(packs)
+            seen.add(frozenset(packs))
+        assert not exact or len(seen) == 1, "microbatches depend on the sequences alone"
 
 
-@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-def test_refuses_what_does_not_fit(name: str) -> None:
+def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"at most 20 tokens, got 21 in sequence 2 .*max_tokens_per_microbatch"):
-        BALANCE_STRATEGIES[name](np.array([20, 5, 21, 30]), 2, 20, COST)
+        check_fit(np.array([20, 5, 21, 30]), 20)
+    with pytest.raises(UserError, match=r"at most 3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 \(1 of 2"):
+        check_fit(np.array([5, 3073]), 1024, 3)
 
 
 def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
@@ -126,27 +134,8 @@ def test_large_minibatches_plan_quickly(name: str) -> None:
     assert time.process_time() - begin < 10.0
 
 
-def minibatch(count: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(2, 400, size=count)
-
-
-@pytest.mark.parametrize("name", ["lb_mini", "dynamic", "local_sort"])
-@pytest.mark.parametrize("count", [0, 1, 3, 17, 64])
-def test_microbatches_depend_on_sequences_alone(name: str, count: int) -> None:
-    lengths, seen = minibatch(count), set()
-    for size in (1, 2, 3, 4, 8, 16):
-        for cost in (FIRST, LATER):
-            plan = rank_independent_packing(name, FIRST)(lengths, size, 512, cost)
-            assert len(plan.microbatches) == size
-            found = [own for rank in plan.microbatches for own in rank] + list(plan.pool)
-            assert sorted(i for own in found for i in own) == list(range(count))
-            assert all(lengths[list(own)].sum() <= 512 for own in found)
-            seen.add(frozenset(found))
-    assert len(seen) == 1
-
-
 def test_they_are_dealt_out_by_the_cost_that_may_change() -> None:
-    lengths = minibatch(64)
+    lengths = np.random.default_rng(64).integers(2, 400, size=64)
     plans = [rank_independent_packing("lb_mini", FIRST)(lengths, 4, 512, cost) for cost in (FIRST, LATER)]
     assert plans[0] != plans[1]
     for plan, cost in zip(plans, (FIRST, LATER), strict=True):
@@ -166,7 +155,7 @@ def test_a_cut_for_the_number_of_ranks_is_refused() -> None:
 def test_each_sequence_is_a_microbatch(name, size):
     for n in (0, 1, 3, 40):
         lengths = lognormal_lengths(np.random.default_rng(n), n)
-        plan = one_sequence_per_microbatch(name, COST)(lengths, size, 4096, COST)
+        plan = find_strategy(name, COST, exact=False, packs=False)(lengths, size, 4096, COST)
         packs = [*(pack for microbatches in plan.microbatches for pack in microbatches if pack), *plan.pool]
         assert sorted(packs) == [(i,) for i in range(n)]
         assert len(plan.microbatches) == size
@@ -179,10 +168,5 @@ def test_each_sequence_is_a_microbatch(name, size):
 
 
 def test_ranks_are_balanced_by_cost():
-    plan = one_sequence_per_microbatch("lb_mini", COST)(np.array([8, 1, 4, 3]), 2, 10, COST)
+    plan = find_strategy("lb_mini", COST, exact=False, packs=False)(np.array([8, 1, 4, 3]), 2, 10, COST)
     assert plan.microbatches == (((0,),), ((2,), (3,), (1,)))
-
-
-def test_a_sequence_that_is_too_long_is_refused():
-    with pytest.raises(UserError, match="max_tokens_per_microbatch"):
-        one_sequence_per_microbatch("dynamic", COST)(np.array([11]), 2, 10, COST)

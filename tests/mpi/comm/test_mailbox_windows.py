@@ -11,7 +11,6 @@ from pretended_nodes import on_pretended_nodes
 from units import while_the_last_rank_computes
 
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.reduce.rings import Rings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
@@ -34,16 +33,9 @@ def ranks(world, request):
 
 @pytest.fixture
 def make(ranks, allocate):
-    def build(sizes, ring_bytes, reduce_dtype=torch.float32):
-        reductions = []
-
-        def reduction(*arguments):
-            mailbox_bytes = ring_bytes * max(1, Rings(ranks, 4).count)
-            reductions.append(MailboxGradientStore(*arguments, mailbox_bytes=mailbox_bytes))
-            return reductions[-1]
-
-        transport = window_transport(ranks, reduce_dtype=reduce_dtype, reduction=reduction)
-        return allocate(transport, sizes), reductions[0]
+    def build(sizes, ring_bytes):
+        mailbox_bytes = ring_bytes * max(1, Rings(ranks, 4).count)
+        return allocate(window_transport(ranks, reduction="mailbox", mailbox_bytes=mailbox_bytes), sizes)
 
     return build
 
@@ -80,7 +72,7 @@ def complete_and_check(transport, wanted):
 def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
     """All ranks have several pushes in flight and no free slots: all wait, all make progress, all continue."""
     numel = 3000
-    transport, _ = make([numel, numel], SMALLEST)
+    transport = make([numel, numel], SMALLEST)
     values = torch.arange(numel, dtype=torch.float32)
     for minibatch in range(3):
         pushes = [transport.gradients.push(i % 2, values + minibatch, 0) for i in range(6)]
@@ -92,7 +84,7 @@ def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
 @pytest.mark.mpi(min_size=2)
 def test_a_slow_owner_slows_its_origins_and_loses_nothing(make, world):
     numel, slow = 40_000, world.size - 1
-    transport, _ = make([numel], 8 * SMALLEST)
+    transport = make([numel], 8 * SMALLEST)
     values = torch.arange(numel, dtype=torch.float32) % 1000
     began = time.perf_counter()
     if world.rank == slow:
@@ -108,7 +100,7 @@ def test_a_slow_owner_slows_its_origins_and_loses_nothing(make, world):
 def test_a_computing_owner_delays_no_push(make, world, base, serves):
     """Or while a thread that serves makes room for far more than its mailbox holds."""
     numel, count = 100_000, 5 if serves else 1
-    transport, reduction = make([numel], 1 << 16 if serves else 1 << 20)
+    transport = make([numel], 1 << 16 if serves else 1 << 20)
     values = torch.ones(numel)
     transport.publish_parameters()
 
@@ -116,7 +108,7 @@ def test_a_computing_owner_delays_no_push(make, world, base, serves):
         for _ in range(count):
             transport.gradients.push(0, values).wait()
 
-    with serving(reduction, 1e-3) if serves else nullcontext():
+    with serving(transport.gradients, 1e-3) if serves else nullcontext():
         while_the_last_rank_computes(world, base, push)
         complete_and_check(transport, [count * (world.size - 1) * values])
 
@@ -125,9 +117,9 @@ def test_a_computing_owner_delays_no_push(make, world, base, serves):
 def test_a_thread_serves_while_the_main_thread_pushes(make, world):
     """Both add to the same shard: the thread what others push, the main thread its own part."""
     numel = 1_000_000 * world.size  # so that adding takes long enough to meet
-    transport, reduction = make([numel], 1 << 22)
+    transport = make([numel], 1 << 22)
     values = torch.ones(numel)
-    with serving(reduction, 1e-5):
+    with serving(transport.gradients, 1e-5):
         for _ in range(3):
             for _ in range(10):
                 transport.gradients.push(0, values, 0).wait()

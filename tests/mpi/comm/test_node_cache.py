@@ -15,8 +15,6 @@ from units import Block
 from odc_mpi import shard_model
 from odc_mpi.api import decide_for
 from odc_mpi.comm.factory import staged, window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -33,9 +31,8 @@ def nodes(world):
     return on_pretended_nodes(world)
 
 
-def smallest_mailbox(world, dtype):
-    """With less room than the gradient of a unit needs."""
-    return MailboxGradientStore(world, dtype, 256 * (world.size - 1))
+#: With less room than the gradient of a unit needs.
+SMALL_MAILBOX = {"reduction": "mailbox", "mailbox_bytes": 256 * 3}
 
 
 def write_own_parameters(transport, number):
@@ -67,7 +64,7 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
 
 def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):
     """Without a progress thread. The rank that fetches completes its fetch after a push, which needs the others."""
-    transport = allocate(window_transport(nodes, node_cache=True, reduction=smallest_mailbox), SIZES)
+    transport = allocate(window_transport(nodes, node_cache=True, **SMALL_MAILBOX), SIZES)
     parameters, gradient = transport.parameters, torch.ones(1000)
     if nodes.rank == 1:
         fetch = parameters.fetch(3)
@@ -141,22 +138,16 @@ def without_cache(nodes, module):
 
 @pytest.mark.parametrize("progress", [True, False], ids=["thread", "no thread"])
 @pytest.mark.parametrize(
-    ("prefetch", "device", "reduction"),
-    [
-        (0, None, AccumulateGradientStore),
-        (2, None, AccumulateGradientStore),
-        (2, LateDevice(), AccumulateGradientStore),
-        (0, None, smallest_mailbox),
-        (2, None, smallest_mailbox),
-    ],
+    ("prefetch", "device", "settings"),
+    [(0, None, {}), (2, None, {}), (2, LateDevice(), {}), (0, None, SMALL_MAILBOX), (2, None, SMALL_MAILBOX)],
     ids=["0", "2", "device", "mailbox 0", "mailbox 2"],
 )
 def test_training_gives_the_same_bits_and_moves_each_byte_once(
-    nodes, module, without_cache, prefetch, device, reduction, progress
+    nodes, module, without_cache, prefetch, device, settings, progress
 ):
     """Frozen ones once in all. With ranks without a microbatch, and forwards between the minibatches."""
-    settings = {"node_cache": True, "reduction": reduction, "progress": progress}
-    state, outputs, moved, kept = train(nodes, module, prefetch, device, **settings)
+    options = {"node_cache": True, "progress": progress} | settings
+    state, outputs, moved, kept = train(nodes, module, prefetch, device, **options)
     wanted, wanted_outputs, each, _ = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))

@@ -1,7 +1,5 @@
 """Windows move the right elements: against exact sums, odd sizes, more ranks than elements."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,6 @@ from units import assert_pushed, assert_reports_and_sums, random_pushes, while_t
 from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
 from odc_mpi.comm.reduce import accumulate, mailbox
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import parameters, rma
 from odc_mpi.comm.windows.rma import SharedWindow, Window
@@ -28,22 +24,14 @@ def zero_copy(request):
     return request.param
 
 
-#: With less space than the larger pushes need.
-REDUCTIONS = {
-    "accumulate": AccumulateGradientStore,
-    "mailbox": functools.partial(MailboxGradientStore, mailbox_bytes=20_000),
-}
-both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
+both_reductions = pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 
 
 @pytest.fixture
 def make(world, zero_copy, allocate):
-    def build(
-        sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True, reduction="accumulate"
-    ):
-        transport = window_transport(
-            world, param_dtype, reduce_dtype, zero_copy=zero_copy, reduction=REDUCTIONS[reduction]
-        )
+    def build(sizes=SIZES, trainable=True, **options):
+        # With less space than the larger pushes need.
+        transport = window_transport(world, zero_copy=zero_copy, mailbox_bytes=20_000, **options)
         return allocate(transport, sizes, trainable)
 
     return build

@@ -99,7 +99,7 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
 
 @pytest.mark.sizes(2)
 def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, monkeypatch):
-    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._compute_rewards
+    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._score_group
     tokens, report = [], RolloutSource._report_token
 
     def scored(source, *arguments):
@@ -120,7 +120,7 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
         served.extend(waiting)
         return False
 
-    monkeypatch.setattr(RolloutSource, "_compute_rewards", scored)
+    monkeypatch.setattr(RolloutSource, "_score_group", scored)
     monkeypatch.setattr(RolloutSource, "_report_token", reports)
     monkeypatch.setattr(RolloutSource, "_wait", waits)
     world.progress.add(task)

@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_the_model_of_another(
             with pytest.raises(AllRanksUserError, match=words):
                 train(configure(dataset_path, **still | wrong | {"model.path": base / "a"}), world)
     else:
-        with pytest.raises(AllRanksUserError, match=r"lora.r: .* odc-mpi checkpoint export .* --out DIR"):
+        with pytest.raises(AllRanksUserError, match=r"lora.r: .* odc-mpi export .* --out DIR"):
             train(configure(dataset_path, **still | LORA | {"model.path": base / "a"}), world)
 
 
@@ -123,7 +123,9 @@ def test_a_node_downloads_a_model_once(world, dataset_path, base, monkeypatch):
     """The program in place of the Hub's adds a line per download."""
     snapshot = base / "models--Owner--Name" / "snapshots" / ("0123456789" * 4)
     program = f"""
-import pathlib
+import json, pathlib, sys
+asked = json.loads(sys.argv[1])
+assert asked["repo_id"] == "Owner/Name" and not any("bin" in each or "py" in each for each in asked["allow_patterns"])
 snapshot = pathlib.Path({str(snapshot)!r})
 with open({str(base)!r} + "-downloads", "a") as log:
     log.write("one\\n")

@@ -103,8 +103,8 @@ def test_peft_loads_adapters_of_experts_and_merging_gives_the_same(world, shared
     out, merged = run_dir / "out", run_dir / "merged"
     tokens = torch.arange(12)[None]
     if world.rank == 0:
-        assert main(["checkpoint", "export", str(run_dir), "--out", str(out)]) == 0
-        assert main(["checkpoint", "export", str(run_dir), "--out", str(merged), "--merge"]) == 0
+        assert main(["export", str(run_dir), "--out", str(out)]) == 0
+        assert main(["export", str(run_dir), "--out", str(merged), "--merge"]) == 0
         assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     world.gather_objects(None)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
