@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.formatting import did_you_mean
@@ -44,8 +45,7 @@ class MetaModel:
     Attributes:
         module: Model. Its buffers are in host memory.
         vocab_size: Number of rows of the embedding.
-        num_matmul_params: Number of parameters, excluding the embedding unless it is tied to the output layer.
-        attention_dim: Number of attention heads times `head_dim`.
+        flops: Model of the FLOPs of a sequence if all parameters are trained.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
@@ -54,9 +54,8 @@ class MetaModel:
     module: transformers.PreTrainedModel
     weights: WeightSource
     vocab_size: int
-    num_matmul_params: int
     num_layers: int
-    attention_dim: int
+    flops: CostModel
     packing: Packing
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
@@ -171,13 +170,15 @@ def _with_random_weights(
     embedding = cast(torch.Tensor, module.get_input_embeddings().weight)
     head = module.get_output_embeddings()
     tied = head is not None and head.weight is embedding
+    # The embedding is used in a matrix product only if it is tied to the head.
     numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
     settings = config.to_dict()  # Gemma 4 refuses attributes that differ between layers
     num_heads = settings.get("num_attention_heads") or 1  # a state-space model has none
     with _user_errors(f"model: {type(module).__name__} is not supported"):
         size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
-        layers = config.num_hidden_layers
-    return MetaModel(module, weights, embedding.shape[0], numel, layers, size, packing), weights
+        num_layers = config.num_hidden_layers
+    flops = flops_cost(numel, num_layers, size)
+    return MetaModel(module, weights, embedding.shape[0], num_layers, flops, packing), weights
 
 
 def _require_buffers(module: transformers.PreTrainedModel, setting: str) -> None:

@@ -13,7 +13,7 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
-from odc_mpi.data.plan.cost import CostModel, flops_cost
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
@@ -217,15 +217,12 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
     """Return the cost model to use until times are measured. For `data.cost: fitted`, it is the `flops` model."""
-    if config.cost == "linear":
-        return CostModel()
-    return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
+    return CostModel() if config.cost == "linear" else meta_model.flops
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
     """Return a model of a sequence's FLOPs: 6 per token and trainable parameter, 4 per frozen one, plus attention."""
-    flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
-    return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
+    return replace(meta_model.flops, linear=meta_model.flops.linear * (2 + trained_fraction) / 3)
 
 
 def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
