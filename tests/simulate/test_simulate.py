@@ -218,7 +218,6 @@ def test_the_command_prints_tables(capsys):
     ("arguments", "words"),
     [
         (["--ranks", "0"], ["--ranks: expected a number from 1 to"]),
-        (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
         (["--rank", "4"], ["--rank"]),
         (["--step-s", "1"], ["unknown argument --step-s"]),
         (["--completions", "4"], ["--completions", "--workload grpo"]),
