@@ -80,7 +80,7 @@ KEPT_IN = {
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {
-    "_attn_implementation": {"models.decoding"},
+    "_attn_implementation": {"models.decoding", "models.configuration"},
     "_supports_sdpa": {"models.decoding", "models.families"},
     "_supports_attention_backend": {"models.families"},
     "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines"},
