@@ -224,14 +224,14 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"the checkpoint {checkpoint.directory} is of {kind}, got {got}: set lora.* as in that run; or "
             f"{_START_OVER_HINT}"
         )
-    for setting, expected, of_what, got in (
+    for setting, expected, of_what, actual in (
         ("lora.r", theirs.get("r"), "as in", ours.get("r")),
         ("lora.alpha", theirs.get("lora_alpha"), "as in", ours.get("lora_alpha")),
         ("optim.optimizer", saved["optim"]["optimizer"], "as in", config.optim.optimizer),
         ("run.seed", saved["run"]["seed"], "the order of the data in", config.run.seed),
     ):
-        if expected != got:
-            raise _mismatch(setting, expected, of_what, checkpoint, got)
+        if expected != actual:
+            raise _mismatch(setting, expected, of_what, checkpoint, actual)
     require_model(checkpoint, inputs.model.module)
     # Models with the same shapes may differ in heads, positions, activations and the like.
     if difference := first_difference(metadata, full_configuration(inputs.model.module)):
