@@ -10,7 +10,7 @@ import torch
 from odc_mpi.api import shard_model
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import warn
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.probe.decision import Decision
 from odc_mpi.rollout.groups import RolloutMicrobatch

@@ -12,13 +12,12 @@ from small_training import configure, expected
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation import run
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.generation.load import GenerateArguments
 from odc_mpi.generation.run import generate_all
-from odc_mpi.models.exporters import FullModelExporter
+from odc_mpi.models.export import export
 from odc_mpi.models.load import load_model
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.run import train
@@ -105,7 +104,7 @@ def test_a_hugging_face_directory(world, shared_dir, trained):
     """An export of the run, with a tokenizer of its own and in bfloat16."""
     if world.rank == 0:
         with open_newest_checkpoint(shared_dir / "generation") as checkpoint:
-            export(checkpoint, shared_dir / "exported", FullModelExporter(checkpoint), "bfloat16")
+            export(checkpoint, shared_dir / "exported", dtype="bfloat16")
         for path in (shared_dir / "words").iterdir():
             shutil.copy(path, shared_dir / "exported")
     world.gather_objects(None)

@@ -7,8 +7,8 @@ import torch
 import torch_reference
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from odc_mpi.shard.optim import schedule_factor
 from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.update import schedule_factor
 
 
 def island_minibatches(config, num_islands):

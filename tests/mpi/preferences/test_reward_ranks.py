@@ -12,10 +12,9 @@ from small_training import assert_saved, configure, first_minibatches, on_first_
 from torch.nn.functional import logsigmoid
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.export import export
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
+from odc_mpi.models.export import export
 
 pytestmark = [
     pytest.mark.mpi,
@@ -128,10 +127,9 @@ def test_an_exported_reward_model_has_the_same_scores(world, pairs_path, base, a
 
     def compare():
         with open_newest_checkpoint(base / "run") as checkpoint:
-            exporter = MergedExporter if adapters else FullModelExporter
-            files = export(checkpoint, base / "exported", exporter(checkpoint))
+            files = export(checkpoint, base / "exported", merge=bool(adapters))
             if adapters:
-                export(checkpoint, base / "peft", AdapterExporter(checkpoint))
+                export(checkpoint, base / "peft")
         assert "generation_config.json" not in files
         content = json.loads((base / "exported" / "config.json").read_text())
         assert content["architectures"] == ["Qwen2ForSequenceClassification"]
