@@ -79,9 +79,7 @@ class IslandTrainingState(TrainingState):
     @override
     def _slice_state(self, prefix: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
         prefix = island_prefix(self._outer.index)
-        sections: dict[str, dict[str, torch.Tensor]] = {
-            f"{prefix}{MODEL}": dict(self._model.named_shard_parameters())
-        }
+        sections: dict[str, dict[str, torch.Tensor]] = {f"{prefix}{MODEL}": dict(self._model.named_shard_parameters())}
         for section, tensors in self._outer.tensors().items():
             if section == "residual":
                 sections[f"{prefix}{section}"] = tensors
