@@ -222,7 +222,7 @@ class OuterLoop:
         return {"model": optimizer.outer, **residuals, "outer/momentum_buffer": optimizer.velocities}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-serializable state, which is equal on all ranks. Call `receive` before."""
+        """Return the JSON-serializable state, which is equal on all ranks. Call `receive` first."""
         received = self._received
         return {
             "schedule": asdict(self._schedule),
