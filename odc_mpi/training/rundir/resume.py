@@ -54,7 +54,7 @@ class ResumePoint:
     @property
     def step(self) -> int:
         """Number of steps completed before the checkpoint was saved."""
-        return self.checkpoint.step
+        return self.checkpoint.manifest.step
 
     @property
     def metadata(self) -> Mapping[str, Any]:
