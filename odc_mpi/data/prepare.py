@@ -157,7 +157,19 @@ class _Plan:
         self.chat_template = None if options.chat_template is None else read_chat_template(options.chat_template)
         if self.files and self.chat_template is not None:
             self.files = replace_chat_template(self.files, self.chat_template)
-        self.request = _request_digest(self.sources, options, self.files, self.chat_template)
+        self.request = self._digest_request()
+
+    def _digest_request(self) -> str:
+        """Return a digest of the sources (paths, sizes and times), the options, the tokenizer and the versions."""
+        choices = asdict(self.options) | {"chat_template": self.chat_template}
+        del choices["num_proc"], choices["tokenizer"], choices["force"]
+        request = {
+            "sources": [[source.weight, source.stamps() or sys.version] for source in self.sources],
+            "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(self.files.items())},
+            "options": choices,
+            "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
+        }
+        return _digest(request)
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
         return PrepareReport(
@@ -170,21 +182,6 @@ class _Plan:
             **counts,
             **run,
         )
-
-
-def _request_digest(
-    sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes], chat_template: str | None
-) -> str:
-    """Return a digest of the sources (paths, sizes and times), the options, the tokenizer and the versions."""
-    choices = asdict(options) | {"chat_template": chat_template}
-    del choices["num_proc"], choices["tokenizer"], choices["force"]
-    request = {
-        "sources": [[source.weight, source.stamps() or sys.version] for source in sources],
-        "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
-        "options": choices,
-        "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
-    }
-    return _digest(request)
 
 
 def _digest(content: Any) -> str:
