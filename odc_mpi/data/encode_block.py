@@ -37,7 +37,7 @@ _AHEAD = 4  # blocks per process that are submitted before the result of the fir
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """The fields of `PrepareOptions` that concern long sequences, held-out sequences and conversations."""
+    """Options of `prepare` for long sequences, held-out sequences and conversations."""
 
     max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
     overlong: Annotated[

@@ -34,7 +34,7 @@ class PromptCompletion:
 
     Attributes:
         location: File and line of the record, for error messages.
-        prompt: Text before the completion, which has no loss; empty if the record has only the field `text`.
+        prompt: Text before the completion, without loss; empty if the record has only the field `text`.
         completion: Text to train on; empty if the prompt is used for generation.
     """
 

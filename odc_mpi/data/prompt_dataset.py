@@ -76,7 +76,10 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Tokenize all prompts. Raises the errors of `read_prompts` and `encode_prompts`, also for invalid columns."""
+        """Tokenize all prompts. Raises the errors of `read_prompts` and `encode_prompts`.
+
+        An `InvalidRecordError` is also raised for a column that has a reserved name or that JSON cannot represent.
+        """
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
