@@ -114,9 +114,9 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     invalid: dict[int, str] = {}
     examples: dict[int, Example | PreferencePair] = {}
     kinds: dict[bool, str] = {}
-    for i, (location, record) in enumerate(block.records()):
+    for i, (location, value) in enumerate(block.records()):
         try:
-            example = parse_example(record(), location, columns)
+            example = parse_example(value, location, columns)
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue

@@ -278,9 +278,9 @@ class _Reader:
     def texts(self) -> Iterator[str]:
         """Yield the texts for training a tokenizer. Skipped lines are counted later, when examples are tokenized."""
         for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
-            for location, record in block.records():
+            for location, value in block.records():
                 try:
-                    example = parse_example(record(), location, columns)
+                    example = parse_example(value, location, columns)
                 except InvalidRecordError as error:
                     _check_skipped(str(error), self._options)
                     continue
