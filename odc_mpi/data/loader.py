@@ -28,7 +28,7 @@ class Minibatch:
     """Sequences of one optimizer step on all ranks. Iteration reads and yields the microbatches of this rank.
 
     Each microbatch is read when it is needed. Iteration raises a `UserError` if the plan contains split sequences, or a
-    pool, which requires `microbatches`.
+    pool, for which the method `microbatches` must be used.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
