@@ -7,7 +7,7 @@ call. Therefore, a background thread of each rank calls MPI periodically; over s
 answer.
 
 Note: torn pages
-    A page has two slots (halves), each with a number and a checksum, which are written alternately. A reader uses the
+    A page has two slots (halves), which are written alternately, each with a number and a checksum. A reader uses the
     valid slot with the higher number. If a writer is stopped while writing one slot, the other slot remains valid.
     Unlike a sequence lock, this does not depend on the order of stores.
 """
@@ -166,7 +166,7 @@ class StatusWindow:
         prepare: Function that the background thread calls before it calls MPI.
         background_progress: True if the background thread calls MPI periodically, so that other ranks can read the page
             over any network.
-        nearby: Ranks to read if the status of a few ranks is enough (see `nearby_ranks`).
+        nearby: Ranks to read if the status of a few ranks is enough (see `nearby_ranks`). `others` are all other ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
