@@ -68,7 +68,7 @@ from odc_mpi.bench.transport import require_host_memory, unit_layout
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.rma import Window, messages
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.formatting import format_size
 from odc_mpi.probe.trial import repeat_for
@@ -218,7 +218,7 @@ def read(world: World, window: Window, target: int, memory: np.ndarray) -> float
     memory[:] = _PERIOD  # a value that the pattern does not contain
     began = perf_counter()
     with world.deadline(f"reading {len(memory)} bytes of a rank that computes", [target]):
-        window.get(target, memory)
+        window.get_messages(memory, messages(target, 0, len(memory)))
         window.flush(target)
     seconds = perf_counter() - began
     if not np.array_equal(memory, pattern(len(memory), target)):

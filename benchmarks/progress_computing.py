@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.progress import IDLE_SHARE, IDLE_SLEEP_S
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.rma import Window, messages
 from odc_mpi.runtime.world import World
 
 #: Seconds that rank 0 waits until the target computes, and its progress thread polls as rarely as one without messages.
@@ -96,7 +96,7 @@ class Spells:
             seconds = measure()
             if work is not None:
                 with self._world.deadline("stopping a rank that computes", [self.target]):
-                    self._ended.put(self.target, 0, self._number.view(np.uint8))
+                    self._ended.put_messages(self._number, messages(self.target, 0, 1))
                     self._ended.flush(self.target)
         elif self._world.rank == self.target and work is not None:
             computed_s = self._compute(work)

@@ -23,7 +23,7 @@ from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.rma import Window, messages
 from odc_mpi.formatting import format_size
 from odc_mpi.runtime.world import World
 
@@ -101,10 +101,10 @@ class Pushes:
             self._window.free()
 
     def _put(self, index: int) -> float:
-        values = self._gradient[: self._sizes[index] // 4].view(torch.uint8).numpy()
+        values, numel = self._gradient.numpy(), self._sizes[index] // 4
         began = perf_counter()
         with self._world.deadline("putting into the window of a rank that computes", [self._target]):
-            self._window.put(self._target, 0, values)
+            self._window.put_messages(values, messages(self._target, 0, numel))
             self._window.flush(self._target)
         return perf_counter() - began
 
