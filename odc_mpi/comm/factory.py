@@ -1,4 +1,4 @@
-"""Functions that build transports (`comm.transport`) without communication.
+"""Functions that build transports (`comm.transport`). They do not communicate.
 
 They raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype.
 """
@@ -12,8 +12,12 @@ import torch
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
-from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
+from odc_mpi.comm.device.device_stores import (
+    DeviceGradients,
+    DeviceParameters,
+    SingleRankGradients,
+    SingleRankParameters,
+)
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
