@@ -45,7 +45,7 @@ def device_shard_bytes(
 
 
 def fit_objection(world: World, device: Device, shard_bytes: int) -> str | None:
-    """Return why the shards of some rank do not fit into its GPU, or None if all fit. Collective.
+    """Return the reason why the shards of a rank do not fit into its GPU, or None if all fit. Collective.
 
     `shard_bytes` is the size of this rank's shards. The result is the same on all ranks.
     """
