@@ -65,7 +65,7 @@ def shard_model(
             sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
             dtypes in which trainable parameters are stored.
         activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
-        prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
+        prefetch: Number of units to fetch ahead of their use, and maximum number of pushes in flight (1 if `prefetch`
             is 0). Each increment beyond 1 requires memory for one more unit and its gradients.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
@@ -159,7 +159,7 @@ def decide_for(
     shard_bytes: int = 0,
     tickets: bool = False,
 ) -> Decision:
-    """Probe the MPI library and decide how ranks communicate. Collective. Takes up to two seconds.
+    """Probe the MPI library and decide how ranks communicate. Collective. This takes up to two seconds.
 
     The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached for later
     runs with the same MPI library, environment and hosts. MPI operations on GPU memory are not tried, because they may

@@ -116,7 +116,7 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Return the sizes of a rank's caches, computing those given as "auto", for parameters first.
+    """Return the sizes of a rank's caches. Of two sizes given as "auto", that for parameters is computed first.
 
     Args:
         free_bytes: Free memory in bytes, minus optimizer states yet to be allocated. Half is left for activations.

@@ -59,27 +59,15 @@ class KeepingTransport(InPlaceTransport):
     access = Access.KEEP
 
 
-class PoisoningPool(BufferPool):
-    """Fills buffers with NaN when they are lent and when they come back."""
-
-    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return super().acquire(numel, dtype).fill_(float("nan"))
-
-    def release(self, buffer: torch.Tensor) -> None:
-        with torch.inference_mode():  # it may have been taken there
-            buffer.fill_(float("nan"))
-        super().release(buffer)
-
-
-class LatePool(PoisoningPool):
-    """Takes no buffer back that an operation still writes."""
+class LatePool(BufferPool):
+    """Lends buffers full of NaN, and takes none back that an operation still writes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_the_way: set[int] = set()
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = super().acquire(numel, dtype)
+        buffer = super().acquire(numel, dtype).fill_(float("nan"))
         self.on_the_way.add(buffer.untyped_storage().data_ptr())
         return buffer
 
@@ -92,9 +80,10 @@ class LateTransport(RecordingTransport):
     """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed."""
 
     fetch_s = push_s = 0.001
+    make_pool: type[BufferPool] = LatePool
 
     def reserve(self, plan: Callable[[], int]) -> None:
-        self.parameters.buffers = LatePool()
+        self.parameters.buffers = self.make_pool()
         self._between_a_and_b = True
         super().reserve(plan)
 
