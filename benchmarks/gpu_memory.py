@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from typing_extensions import override
 
-from odc_mpi.bench.contenders import Contender
 from odc_mpi.comm.device.device import Device
 
 
@@ -51,15 +49,3 @@ class Memory:
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device.torch_device) if self._on_gpu else 0
-
-
-class MeasuredContender(Contender):
-    """Contender whose memory is measured in each step."""
-
-    def __init__(self, inner: Contender, name: str, memory: Memory) -> None:
-        self._inner, self._name, self._memory = inner, name, memory
-
-    @override
-    def step(self) -> tuple[float, int]:
-        with self._memory.of(self._name):
-            return self._inner.step()

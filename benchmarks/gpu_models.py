@@ -65,7 +65,7 @@ def finetuning(setup: Setup, name: str, lora: LoraConfig) -> dict[str, Any]:
             writer.append(tokens, np.ones(length, dtype=bool))
     config = setup.config(path, sizes.sequences, learning_rate=2e-5 if lora.r is None else 2e-4, lora=lora)
     contenders = setup.contenders(name)
-    contenders.add(TRANSFORMERS, lambda: Padded(config, open_inputs(config, 0, 1), setup.device.torch_device))
+    contenders.add(TRANSFORMERS, lambda: Padded(config, open_inputs(config, 0, 1), setup.device.torch_device).step)
     if lora.r is None:
         contenders.add(PLAIN, lambda: contenders.plain(config))
     contenders.add(ODC, lambda: contenders.trainer(ODC, config, setup.world))

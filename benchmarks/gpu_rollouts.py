@@ -126,12 +126,12 @@ def rewards(setup: Setup) -> dict[str, Any]:
         inputs = open_inputs(config, 0, 1)
         built = PaddedRollouts(config, inputs, setup.device.torch_device, setup.finish)
         spans[TRANSFORMERS] = built.spans
-        return built
+        return built.step
 
     def odc() -> Contender:
         built = OdcRollouts(contenders.build_trainer(ODC, config, setup.world))
         spans[ODC] = built.spans
-        return built
+        return built.step
 
     contenders.add(TRANSFORMERS, padded)
     contenders.add(ODC, odc)
@@ -151,7 +151,7 @@ def rewards(setup: Setup) -> dict[str, Any]:
     }
 
 
-class OdcRollouts(Contender):
+class OdcRollouts:
     """Contender that runs steps of GRPO, and measures the phases of each.
 
     Attributes:
@@ -164,8 +164,8 @@ class OdcRollouts(Contender):
         self.spans: list[dict[str, float]] = []
         rl_source.sample = self._sample
 
-    @override
     def step(self) -> tuple[float, int]:
+        """Run a step of GRPO."""
         self._reward_s = 0.0
         metrics = self._trainer.step()
         generate_s = metrics["generate_s"]

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_memory import MeasuredContender, Memory
+from gpu_memory import Memory
 from torch import nn
 
-from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
-from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, deviation, run_rounds
+from odc_mpi.bench.baselines import UnshardedBaseline
+from odc_mpi.bench.contenders import Contender, Round, agreement, check_comparable, deviation, odc_step, run_rounds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader
@@ -278,8 +278,8 @@ class Contenders:
         try:
             with self.memory.of(name):
                 contender = build()
-                contender.step()
-            self.by_name[name] = MeasuredContender(contender, name, self.memory)
+                contender()
+            self.by_name[name] = partial(self._measured, name, contender)
         except Exception as raised:  # whatever it is, the others are measured
             error = f"failed: {type(raised).__name__}: {one_line_message(raised)}"
         errors = [each for each in self._world.gather_objects(error) if each]
@@ -287,16 +287,21 @@ class Contenders:
             self.by_name.pop(name, None)
             self.left_out[name] = errors[0]
 
+    def _measured(self, name: str, contender: Contender) -> tuple[float, int]:
+        with self.memory.of(name):
+            return contender()
+
     def plain(self, config: Config) -> Contender:
         """Build plain torch, which trains on this rank's share of the minibatches."""
         inputs = open_inputs(config, self._world.rank, self._world.size)
         self._closing.callback(inputs.close)
-        return Plain(config, inputs.sequence_loader, self._device.torch_device)
+        return Plain(config, inputs.sequence_loader, self._device.torch_device).step
 
     def trainer(self, name: str, config: Config, world: World, **comm: Any) -> Contender:
         """Build a contender with the trainer of `build_trainer`. Collective in `world`."""
         # Without ranks to add to, each reports the loss of its share.
-        return OdcContender(self.build_trainer(name, config, world, **comm), self._world.rank if world.size > 1 else 0)
+        trainer = self.build_trainer(name, config, world, **comm)
+        return partial(odc_step, trainer, self._world.rank if world.size > 1 else 0)
 
     def build_trainer(self, name: str, config: Config, world: World, **comm: Any) -> Trainer:
         """Build the trainer of `odc-mpi train` on the ranks of `world`. Collective in `world`.

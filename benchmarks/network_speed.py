@@ -80,7 +80,7 @@ def train(world, name, config, steps):
     Returns tokens per second; per step bytes of a rank, bytes of a host and microbatches; and the percentage of the
     time that the outer loop takes without its waits.
     """
-    from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
+    from odc_mpi.bench.baselines import UnshardedBaseline
     from odc_mpi.bench.measure import slowest_s
     from odc_mpi.training.inputs import open_inputs
     from odc_mpi.training.run import build_trainer, decide

@@ -13,7 +13,6 @@ from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES, device_shard_bytes, fit_objection, free_device_bytes
 from odc_mpi.comm.factory import (
     collective_transport,
-    gradient_store_factories,
     single_rank_transport,
     staged,
     window_transport,
@@ -188,7 +187,8 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    settings = CommSettings(zero_copy, reduction, progress, window_device, node_cache, mailbox_bytes)
+    choices = (zero_copy, reduction, progress, window_device, node_cache)
+    settings = CommSettings(*choices, mailbox_bytes)  # type: ignore[arg-type]  # it checks the values
     if transport == "collective":
         if settings != CommSettings() or device != "cpu":
             raise UserError(
@@ -310,8 +310,6 @@ def _transport(
             raise UserError("device: expected cpu with collectives, got cuda: set device to cpu")
         return collective_transport(world, param_dtype, reduce_dtype)
     window_device = device if decision.windows_on_device else None
-    mailbox_bytes = decision.settings.mailbox_bytes
-    stores = gradient_store_factories(mailbox_bytes, window_device, mapped=decision.maps_devices)
     transport = window_transport(
         world,
         param_dtype,
@@ -320,7 +318,8 @@ def _transport(
         mapped=decision.maps_devices,
         zero_copy=zero_copy,
         node_cache=node_cache,
-        reduction=stores[decision.reduction.value],
+        reduction=decision.reduction.value,
+        mailbox_bytes=decision.settings.mailbox_bytes,
         progress=decision.progress.value == "thread",
         islands=islands,
     )

@@ -16,7 +16,7 @@ ROOT = {"errors", "files", "formatting", "hdf5_file", "hub", "yaml_dialect"}
 MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
-    "comm": {"runtime"},
+    "comm": {"runtime", "islands"},
     "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
     "checkpoint": {"shard", "data.tokenizer", "data.encode"},
     "probe": {"runtime", "comm"},
@@ -65,12 +65,12 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "huggingface_hub": {"hub", "checkpoint.export"},
+    "huggingface_hub": {"hub", "models.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "data.templates", "rollout", "generation"},
     "peft": {"models.adapters"},
-    "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
+    "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "models.export"},
     "rich": {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
         *("data.prepare", "data.show", "report.page"),
@@ -83,7 +83,7 @@ PRIVATE = {
     "_attn_implementation": {"models.decoding", "models.configuration"},
     "_supports_sdpa": {"models.decoding", "models.families"},
     "_supports_attention_backend": {"models.families"},
-    "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines.fsdp"},
+    "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines"},
     "_init_weights": {"models.weights.random_init"},
     "get_model_conversion_mapping": {"models.weights.conversion"},
     "rename_source_key": {"models.weights.conversion"},

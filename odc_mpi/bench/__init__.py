@@ -1,1 +1,1 @@
-"""Benchmarks that compare odc_mpi with MPI collectives, gloo, FSDP2 and plain PyTorch on this machine."""
+"""Benchmarks that compare odc_mpi with MPI collectives, FSDP2 and plain PyTorch on this machine."""

@@ -10,9 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
-
-from typing_extensions import override
+from typing import TypeAlias
 
 from odc_mpi.bench.measure import interleaved, slowest_s
 from odc_mpi.errors import AllRanksUserError, UserError
@@ -24,26 +22,16 @@ from odc_mpi.training.settings import Config
 MIN_LOSS = 1e-2
 
 
-class Contender(Protocol):
-    """Training implementation to compare with others. Every step uses `optim.learning_rate`, without a schedule."""
-
-    def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective. This method may return before the device has finished the step.
-
-        Returns this rank's contribution to the loss, and the total number of input tokens on all ranks.
-        """
+#: Training implementation to compare with others: a function that trains on the next minibatch, at the learning rate
+#: `optim.learning_rate`. Collective. It may return before the device has finished the step. Returns this rank's
+#: contribution to the loss, and the total number of input tokens on all ranks.
+Contender: TypeAlias = Callable[[], tuple[float, int]]
 
 
-class OdcContender(Contender):
-    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0 and 0.0 elsewhere."""
-
-    def __init__(self, trainer: Trainer, rank: int) -> None:
-        self._trainer, self._rank = trainer, rank
-
-    @override
-    def step(self) -> tuple[float, int]:
-        metrics = self._trainer.step()
-        return 0.0 if self._rank else metrics["loss"], metrics["num_input_tokens"]
+def odc_step(trainer: Trainer, rank: int) -> tuple[float, int]:
+    """Run a step of the trainer of `odc-mpi train`. The loss is the full loss on rank 0, and 0.0 elsewhere."""
+    metrics = trainer.step()
+    return 0.0 if rank else metrics["loss"], metrics["num_input_tokens"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
     results: list[tuple[float, int]] = []
 
     def train() -> None:
-        results.extend(contender.step() for _ in range(steps))
+        results.extend(contender() for _ in range(steps))
         # The device may still run the last optimizer step.
         synchronize()
 

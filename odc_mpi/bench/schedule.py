@@ -15,7 +15,6 @@ are only simulated, because their chunks wait for keys and values, which are not
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from odc_mpi.bench.measure import header, rotate
 from odc_mpi.bench.transport import unit_layout
@@ -68,19 +66,21 @@ def measure(
 
 def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> dict[str, Any]:
     minibatches = list(scenario.minibatches())
-    scale = step_s / float(np.mean([floor_s(minibatch, scenario.max_tokens)[1] for minibatch in minibatches]))
-    runners: dict[str, Runner] = {
-        "window": WindowRunner(world, scenario.num_units),
-        "collective": CollectiveRunner(world, scenario.num_units),
+    scale = step_s / float(np.mean([floor_s(minibatch)[1] for minibatch in minibatches]))
+    tickets = Tickets(world)
+    runners = {
+        "window": Runner(world, window_transport(world), scenario.num_units, tickets),
+        "collective": Runner(world, collective_transport(world), scenario.num_units),
     }
     samples: dict[str, list[MeasuredTiming]] = {name: [] for name in MEASURED}
     for turn, minibatch in enumerate(minibatches):
         report(f"minibatch {turn + 1} of {len(minibatches)}")
         for name in rotate(MEASURED, turn):
             transport, balance = name.split("/")
-            samples[name].append(runners[transport].run(minibatch, plan(scenario, minibatch, balance), scale))
+            samples[name].append(runners[transport].run(minibatch, plan(minibatch, balance), scale))
     for runner in runners.values():
         runner.close()
+    tickets.close()
     timings_of_ranks = world.gather_objects(samples)
     turns = range(len(minibatches))
     return summarize(
@@ -119,11 +119,15 @@ class TimedMicrobatch(NamedTuple):
     is_dummy: bool = False
 
 
-class Runner(ABC):
-    """Runs plans of minibatches over a transport. Construction is collective."""
+class Runner:
+    """Runs plans of minibatches over a transport. Construction is collective.
 
-    def __init__(self, world: World, transport: Transport, num_units: int) -> None:
-        self._world, self._transport = world, transport
+    With `tickets`, each rank runs its own microbatches, then claims those that any rank may run. Without them, as with
+    collectives, ranks with fewer microbatches than others also run dummy microbatches.
+    """
+
+    def __init__(self, world: World, transport: Transport, num_units: int, tickets: Tickets | None = None) -> None:
+        self._world, self._transport, self._tickets = world, transport, tickets
         transport.allocate([unit_layout(UNIT_NUMEL, world.size)] * num_units)
         self._units = range(num_units)
         self._gradient = torch.ones(UNIT_NUMEL)
@@ -133,7 +137,7 @@ class Runner(ABC):
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
-        for microbatch in self.microbatches(minibatch, plan):
+        for microbatch in self._microbatches(minibatch, plan):
             before = len(sleeper.slept)
             self._run(sleeper, microbatch, scale)
             if microbatch.is_dummy:
@@ -141,22 +145,28 @@ class Runner(ABC):
             else:
                 busy_s += scale * microbatch.seconds
         self._transport.complete_gradients(np.zeros(1))
-        self.prepare_next()
+        if self._tickets:
+            self._tickets.reset()
         self._transport.publish_parameters()
         end_s = time.perf_counter() - began
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
         return MeasuredTiming(end_s, busy_s, merge_intervals(slept, PAUSE_S))
 
-    @abstractmethod
-    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
-
-    def prepare_next(self) -> None:  # noqa: B027 - optional
-        """Reset the state for the next minibatch, before parameters are published."""
-
     def close(self) -> None:
         """Free the transport. Collective."""
         self._transport.close()
+
+    def _microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
+        rank = self._world.rank
+        own = plan.microbatches[rank]
+        if self._tickets is None:
+            for microbatch in islice(chain(own, repeat(())), max(map(len, plan.microbatches))):
+                yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
+            return
+        claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
+        for k, microbatch in enumerate(chain(filter(None, own), claimed)):
+            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
 
     def _run(self, sleeper: "Sleeper", microbatch: TimedMicrobatch, scale: float) -> None:
         num_units, seconds = len(self._units), scale * microbatch.seconds
@@ -173,44 +183,6 @@ class Runner(ABC):
         fetched = self._transport.parameters.fetch(unit).wait()
         sleeper.sleep(seconds)
         self._transport.parameters.release(fetched)
-
-
-class WindowRunner(Runner):
-    """Runs plans with windows. Each rank runs its own microbatches, then claims those that any rank may run."""
-
-    def __init__(self, world: World, num_units: int) -> None:
-        super().__init__(world, window_transport(world), num_units)
-        self._tickets = Tickets(world)
-
-    @override
-    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        rank = self._world.rank
-        claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
-        for k, microbatch in enumerate(chain(filter(None, plan.microbatches[rank]), claimed)):
-            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
-
-    @override
-    def prepare_next(self) -> None:
-        self._tickets.reset()
-
-    @override
-    def close(self) -> None:
-        self._tickets.close()
-        super().close()
-
-
-class CollectiveRunner(Runner):
-    """Runs plans with collectives. Ranks with fewer microbatches than others also run dummy microbatches."""
-
-    def __init__(self, world: World, num_units: int) -> None:
-        super().__init__(world, collective_transport(world), num_units)
-
-    @override
-    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        rank = self._world.rank
-        turns = max(map(len, plan.microbatches))
-        for microbatch in islice(chain(plan.microbatches[rank], repeat(())), turns):
-            yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
 
 
 class Sleeper:

@@ -8,18 +8,16 @@ speed of rank 0 multiplied by the number of ranks.
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from typing_extensions import override
 
-from odc_mpi.bench.baselines.collective import CollectiveBaseline
-from odc_mpi.bench.baselines.fsdp import FSDPBaseline
-from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
-from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
+from odc_mpi.bench.baselines import CollectiveBaseline, FSDPBaseline, UnshardedBaseline, gloo_process_group
+from odc_mpi.bench.contenders import Contender, Round, agreement, check_comparable, odc_step, run_rounds
 from odc_mpi.bench.measure import header, ratio
 from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError
@@ -140,53 +138,53 @@ def measure(
 class _Contenders:
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
+        self._closing = ExitStack()
+        self._closing.enter_context(gloo_process_group(world))
         equal_counts = self._configure("window", "lb_micro")  # what collectives need
-        self._gloo = Gloo(world)
-        self._collective = CollectiveBaseline(world, equal_counts.optim, self._inputs(equal_counts))
+        collective = CollectiveBaseline(world, equal_counts, self._inputs(equal_counts))
+        self._closing.callback(collective.close)
         configs = {name: self._configure(*name.split("/")) for name in ours}
         decisions = {name: decide(contender_config, world) for name, contender_config in configs.items()}
-        self._trainers = {
+        trainers = {
             name: build_trainer(contender_config, world, self._inputs(contender_config), decisions[name])
             for name, contender_config in configs.items()
         }
-        self._decision = decisions[OURS[-1]]
+        for trainer in trainers.values():
+            self._closing.enter_context(trainer)
+            self._closing.callback(trainer.model.close)
+        self._decision, self._model = decisions[OURS[-1]], trainers[OURS[-1]].model
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp(equal_counts),
             PADDED: self._fsdp(self._configure("window", "lb_mini")),
-            COLLECTIVE: self._collective,
-            **{name: OdcContender(trainer, world.rank) for name, trainer in self._trainers.items()},
-            CEILING: IdleContender() if world.rank else self._unsharded(),
+            COLLECTIVE: collective.step,
+            **{name: partial(odc_step, trainer, world.rank) for name, trainer in trainers.items()},
+            CEILING: idle if world.rank else self._unsharded(),
         }
 
     def describe(self) -> dict[str, Any]:
         """Describe the model, and the communication of the contenders over windows."""
-        model = self._trainers[OURS[-1]].model
         return {
-            "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
+            "model_numel": sum(map(math.prod, self._model.parameter_shapes().values())),
             "reduction": self._decision.reduction.value,
             "zero_copy": self._decision.zero_copy.value,
             "progress": self._decision.progress.value,
-            "parameter_cache_bytes": model.cache_bytes.parameters,
-            "gradient_cache_bytes": model.cache_bytes.gradients,
+            "parameter_cache_bytes": self._model.cache_bytes.parameters,
+            "gradient_cache_bytes": self._model.cache_bytes.gradients,
         }
 
     def close(self) -> None:
         """Close all contenders. Collective."""
-        for trainer in self._trainers.values():
-            with trainer:
-                trainer.model.close()
-        self._collective.close()
-        self._gloo.close()
+        self._closing.close()
 
     def _inputs(self, config: Config) -> Inputs:
         return self._world.run_on_all(lambda: open_inputs(config, self._world.rank, self._world.size))
 
     def _fsdp(self, config: Config) -> Contender:
-        return FSDPBaseline(self._world, config, self._inputs(config).sequence_loader)
+        return FSDPBaseline(self._world, config, self._inputs(config).sequence_loader).step
 
     def _unsharded(self) -> Contender:
         config = self._configure("window", "lb_mini")
-        return UnshardedBaseline(config, open_inputs(config, 0, 1).sequence_loader)
+        return UnshardedBaseline(config, open_inputs(config, 0, 1).sequence_loader).step
 
     def _configure(self, kind: str, balance: str) -> Config:
         config, is_split = self._config, balance == SPLIT
@@ -202,12 +200,9 @@ class _Contenders:
         )
 
 
-class IdleContender(Contender):
-    """Does nothing while rank 0 measures the ceiling."""
-
-    @override
-    def step(self) -> tuple[float, int]:
-        return 0.0, 0
+def idle() -> tuple[float, int]:
+    """Do nothing while rank 0 measures the ceiling."""
+    return 0.0, 0
 
 
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:

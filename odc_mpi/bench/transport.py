@@ -1,4 +1,4 @@
-"""Benchmark that compares the speed of fetches and pushes with that of memcpy, MPI collectives and gloo.
+"""Benchmark that compares the speed of fetches and pushes with that of memcpy and MPI collectives.
 
 Unit sizes are measured one after the other. A measurement cycles through several units, as training does, so that none
 stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
@@ -15,8 +15,8 @@ Variants, all with units in fp32:
     fetch_copy               copies this rank's shard to a buffer, and fetches the other shards into the same buffer
     push_NAME                adds the unit's gradient to the shards of its owners, with `comm.reduction` set to NAME;
                              a sample includes the synchronization that completes all gradients
-    mpi_allgather, gloo_all_gather            gather all shards of the unit, as FSDP does
-    mpi_reduce_scatter, gloo_reduce_scatter   sum the unit's gradients and keep this rank's shard, as FSDP does
+    mpi_allgather            gathers all shards of the unit, as FSDP does
+    mpi_reduce_scatter       sums the unit's gradients and keeps this rank's shard, as FSDP does
 
 Speeds are in GB/s, where 1 GB is 10^9 bytes of the *full unit*. A rank's own shard does not leave its process, however:
 `crossing_bytes` is the size of the other shards. benchmarks/README.md describes the JSON object.
@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
-from odc_mpi.comm.factory import GradientStoreFactory, gradient_store_factories, window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import Access, Transport
@@ -43,8 +42,8 @@ from odc_mpi.formatting import format_size
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 
-#: Factories of gradient stores, keyed by the value of `comm.reduction`.
-REDUCTIONS = gradient_store_factories()
+#: Values of `comm.reduction`, except "auto".
+REDUCTIONS = ("accumulate", "mailbox")
 
 #: Total bytes in the units of one size, more than fit in the cache of a core ...
 UNITS_BYTES = 16 << 20
@@ -63,7 +62,6 @@ class Variant:
     Attributes:
         operations: One function per unit, which moves the unit once per call.
         is_right: Function that verifies the moved data and returns True if it is correct. Collective.
-        gloo: Name of the gloo variant to compare with, or None.
         moves: True if an operation copies data, False if it creates a view.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
         proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
@@ -71,7 +69,6 @@ class Variant:
 
     operations: Sequence[Callable[[], object]]
     is_right: Callable[[], bool]
-    gloo: str | None = None
     moves: bool = True
     finish: Callable[[], object] = lambda: None
     proceed: Callable[[], object] = lambda: None
@@ -90,27 +87,19 @@ def measure(
     cores = world.cores_per_rank()
     torch.set_num_threads(1)  # copies of memcpy and of fetches use one core per rank
     collectives = CollectiveCommunicator(world)
-    one_node = world.num_nodes == 1
-    gloo = Gloo(world) if one_node else None
     results = []
     for num_bytes in sizes:
         report(f"units of {format_size(num_bytes)}")
-        results.append(_measure_size(world, num_bytes, repeats, collectives, gloo))
-    if gloo is not None:
-        gloo.close()
+        results.append(_measure_size(world, num_bytes, repeats, collectives))
     collectives.free()
-    gloo_variants = () if one_node else ("gloo_all_gather", "gloo_reduce_scatter")
     return {
         **header(world, "transport", load, cores_per_rank=cores, repeats=repeats, dtype="float32"),
-        "left_out": dict.fromkeys(gloo_variants, "for ranks of one node only"),
         "sizes": results,
     }
 
 
-def _measure_size(
-    world: World, num_bytes: int, repeats: int, collectives: CollectiveCommunicator, gloo: Gloo | None
-) -> dict[str, Any]:
-    units = Units(world, num_bytes, collectives, gloo)
+def _measure_size(world: World, num_bytes: int, repeats: int, collectives: CollectiveCommunicator) -> dict[str, Any]:
+    units = Units(world, num_bytes, collectives)
     check(world, units.variants)
     samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in units.variants.items()}
     interleaved(samples, 1)  # touches the memory that the check did not use
@@ -135,8 +124,8 @@ def _sample(collectives: CollectiveCommunicator, variant: Variant, num_bytes: in
 
 
 def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str, list[float]]) -> dict[str, Any]:
-    measured = entries(times, num_bytes, of_memcpy=lambda _: "memcpy", of_gloo=lambda name: variants[name].gloo)
-    no_speed = {"gb_per_s": None, "of_memcpy": None, "of_gloo": None}
+    measured = entries(times, num_bytes, of_memcpy=lambda _: "memcpy")
+    no_speed = {"gb_per_s": None, "of_memcpy": None}
     return {name: entry if variants[name].moves else entry | no_speed for name, entry in measured.items()}
 
 
@@ -175,9 +164,7 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
     return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
-def pushes(
-    transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
-) -> Variant:
+def pushes(transport: Transport, num_units: int, push: Callable[[int], object], numel: int) -> Variant:
     """Return a variant that calls `push(i)` to push ones to unit `i`. This rank owns `numel` elements of each unit."""
     num_pushes = np.zeros(num_units)
 
@@ -197,7 +184,6 @@ def pushes(
         is_right,
         finish=lambda: transport.complete_gradients(np.zeros(1)),
         proceed=transport.publish_parameters,
-        **attributes,
     )
 
 
@@ -207,7 +193,7 @@ class Units:
     Other ranks own `crossing_bytes` of each unit. Raises `AllRanksUserError` if a node has too little memory available.
     """
 
-    def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
+    def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._layout = world, unit_layout(num_bytes // 4, world.size)
         self._units = range(self.num_units)
@@ -220,23 +206,20 @@ class Units:
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
         # Initialized here, so that no measurement touches a page first. Collectives need shards of equal, padded size.
-        shard_numel = self._layout.shard_numel
+        shard_numel, self._collectives = self._layout.shard_numel, collectives
         self._ones = torch.ones(self.num_units, world.size * shard_numel)
         self._local_shards = torch.full((self.num_units, shard_numel), world.rank + 1.0)
         self._full = torch.zeros(world.size * shard_numel)
         self._sums = torch.zeros(shard_numel)
         self._transports: list[Transport] = []
-        self.variants = {"memcpy": self._memcpy()}
-        self.variants["fetch_zero_copy"] = self._fetch(zero_copy=True)
-        self.variants["fetch_copy"] = self._fetch(zero_copy=False)
-        self.variants["mpi_allgather"] = self._gather(collectives.all_gather)
-        if gloo is not None:
-            self.variants["gloo_all_gather"] = self._gather(gloo.all_gather)
-        for name, reduction in REDUCTIONS.items():
-            self.variants[f"push_{name}"] = self._push(reduction)
-        self.variants["mpi_reduce_scatter"] = self._reduce(collectives.reduce_scatter)
-        if gloo is not None:
-            self.variants["gloo_reduce_scatter"] = self._reduce(gloo.reduce_scatter)
+        self.variants = {
+            "memcpy": self._memcpy(),
+            "fetch_zero_copy": self._fetch(zero_copy=True),
+            "fetch_copy": self._fetch(zero_copy=False),
+            "mpi_allgather": self._gather(),
+            **{f"push_{reduction}": self._push(reduction) for reduction in REDUCTIONS},
+            "mpi_reduce_scatter": self._reduce(),
+        }
 
     def free(self) -> None:
         """Free the memory of all units and variants. Collective."""
@@ -263,19 +246,19 @@ class Units:
             transport.parameters.shard(i).copy_(self._local_shards[i])
         transport.publish_parameters()
         moves = transport.parameters.access is Access.COPY
-        return fetches(transport, self._layout, self.num_units, gloo="gloo_all_gather", moves=moves)
+        return fetches(transport, self._layout, self.num_units, moves=moves)
 
-    def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
-        operations = [partial(all_gather, shard, self._full) for shard in self._local_shards]
+    def _gather(self) -> Variant:
+        operations = [partial(self._collectives.all_gather, shard, self._full) for shard in self._local_shards]
 
         def is_right() -> bool:
             self._full.zero_()
             operations[0]()
             return is_whole(self._full, self._layout)
 
-        return Variant(operations, is_right, gloo="gloo_all_gather")
+        return Variant(operations, is_right)
 
-    def _push(self, reduction: GradientStoreFactory) -> Variant:
+    def _push(self, reduction: str) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
         gradients = transport.gradients
         assert isinstance(gradients, WindowGradientStore)
@@ -285,17 +268,17 @@ class Units:
         def push(i: int) -> None:
             gradients.push(i, ones[i]).wait()
 
-        return pushes(transport, self.num_units, push, self._owned, gloo="gloo_reduce_scatter")
+        return pushes(transport, self.num_units, push, self._owned)
 
-    def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
-        operations = [partial(reduce_scatter, gradient, self._sums) for gradient in self._ones]
+    def _reduce(self) -> Variant:
+        operations = [partial(self._collectives.reduce_scatter, gradient, self._sums) for gradient in self._ones]
 
         def is_right() -> bool:
             self._sums.zero_()
             operations[0]()
             return bool((self._sums == self._world.size).all())
 
-        return Variant(operations, is_right, gloo="gloo_reduce_scatter")
+        return Variant(operations, is_right)
 
     def _allocate(self, transport: Transport, *, trainable: bool) -> None:
         self._transports.append(transport)

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from odc_mpi.bench.measure import DEFAULT_SIZES, make_progress_printer, parse_sizes, print_result
 from odc_mpi.cli import mpiexec
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
-#: Function that prints one line about the progress of a benchmark.
-ProgressPrinter = Callable[[str], None]
+#: Function that measures on all ranks, from the module of the benchmark in `odc_mpi.bench`, the world, and a function
+#: that prints a line about the progress.
+Measure: TypeAlias = "Callable[[Any, World, Callable[[str], None]], Mapping[str, Any]]"
 
 
 class Benchmark(NamedTuple):
-    """Benchmark subcommand."""
+    """Benchmark subcommand. `prepare` checks the arguments. Outside mpiexec, `ranks` ranks are started by default."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    prepare: Callable[[argparse.Namespace], Measure]
+    ranks: int = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,34 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the selected benchmark and return the exit code. Collective under mpiexec; otherwise, mpiexec is started."""
-    return BENCHMARKS[arguments.benchmark].run(arguments)
-
-
-def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
-    parser.add_argument("--repeats", type=positive_int, default=repeats, metavar="N", help=f"default: {repeats}")
-    parser.add_argument("--ranks", type=positive_int, metavar="N", help="ranks to start; default: 2")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _measure_on_ranks(
-    arguments: argparse.Namespace,
-    module: str,
-    measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
-    ranks: int | None = None,
-) -> int:
-    """Call `measure` on all ranks with the module named `module`, the world, and a function that prints progress.
-
-    Outside mpiexec, start `ranks` ranks, by default `--ranks` or 2. Returns the exit code.
-    """
+    selected = BENCHMARKS[arguments.benchmark]
+    measure = selected.prepare(arguments)
     if not is_launched():
         try:
-            return mpiexec.run(ranks or arguments.ranks or 2, arguments.words, timeout_s=arguments.timeout_s)
+            return mpiexec.run(arguments.ranks or selected.ranks, arguments.words, timeout_s=arguments.timeout_s)
         except TimeoutError as error:
             print_error(error)
             return 1
     # Imported late, and MPI last: see `odc_mpi.cli.train`.
     with gc_paused(), mpi_startup():
-        benchmark = importlib.import_module(module)
+        module = importlib.import_module(f"odc_mpi.bench.{arguments.benchmark}")
         from odc_mpi.runtime.world import World
 
     # In some benchmarks, a rank waits for a full round, so the deadline is the time limit of the benchmark.
@@ -84,11 +69,17 @@ def _measure_on_ranks(
     def work() -> None:
         if arguments.ranks not in (None, world.size):
             raise AllRanksUserError(f"--ranks {arguments.ranks}: mpiexec started {world.size} ranks: remove --ranks")
-        result = measure(benchmark, world, make_progress_printer(world.rank))
+        result = measure(module, world, make_progress_printer(world.rank))
         if world.rank == 0:
             print_result(result, arguments.json)
 
     return run_on_all_ranks(world, work)
+
+
+def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
+    parser.add_argument("--repeats", type=positive_int, default=repeats, metavar="N", help=f"default: {repeats}")
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="ranks to start; default: 2")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_transport(parser: argparse.ArgumentParser) -> None:
@@ -97,13 +88,9 @@ def _add_transport(parser: argparse.ArgumentParser) -> None:
     _add_rounds(parser, 7)
 
 
-def _run_transport(arguments: argparse.Namespace) -> int:
+def _prepare_transport(arguments: argparse.Namespace) -> Measure:
     sizes = parse_sizes(arguments.sizes)
-
-    def measure(transport: Any, world: "World", progress: ProgressPrinter) -> Any:
-        return transport.measure(world, sizes, arguments.repeats, progress)
-
-    return _measure_on_ranks(arguments, "odc_mpi.bench.transport", measure)
+    return lambda transport, world, progress: transport.measure(world, sizes, arguments.repeats, progress)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -114,18 +101,18 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=help_text)
 
 
-def _run_schedule(arguments: argparse.Namespace) -> int:
+def _prepare_schedule(arguments: argparse.Namespace) -> Measure:
     from odc_mpi.simulate.scenario import Scenario
 
     scenario = build_scenario(arguments, Scenario)
     if scenario.num_islands > 1:
         raise UserError(f"--islands: expected 1, got {scenario.num_islands}: odc-mpi simulate --islands simulates them")
 
-    def measure(schedule: Any, world: "World", progress: ProgressPrinter) -> Any:
+    def measure(schedule: Any, world: "World", progress: Callable[[str], None]) -> Any:
         resized = world.run_on_all(lambda: replace(scenario, ranks=world.size))
         return schedule.measure(world, resized, arguments.step_s, progress)
 
-    return _measure_on_ranks(arguments, "odc_mpi.bench.schedule", measure, scenario.ranks)
+    return measure
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -135,21 +122,21 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_rounds(parser, 7)
 
 
-def _run_train(arguments: argparse.Namespace) -> int:
+def _prepare_train(arguments: argparse.Namespace) -> Measure:
     if is_launched():  # a library that cannot be loaded must fail before MPI starts
         with gc_paused():
             importlib.import_module("odc_mpi.models.build")
 
-    def measure(train: Any, world: "World", progress: ProgressPrinter) -> Any:
+    def measure(train: Any, world: "World", progress: Callable[[str], None]) -> Any:
         config = train.configuration(world, arguments.config, progress)
         return train.measure(world, config, arguments.steps, arguments.repeats, progress, exact=arguments.exact)
 
-    return _measure_on_ranks(arguments, "odc_mpi.bench.train", measure)
+    return measure
 
 
 _SCHEDULE = "windows, collectives and tickets, with sleeps in place of computation"
 BENCHMARKS = {
-    "transport": Benchmark("fetches and pushes against memcpy, collectives and gloo", _add_transport, _run_transport),
-    "schedule": Benchmark(_SCHEDULE, _add_schedule, _run_schedule),
-    "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
+    "transport": Benchmark("fetches and pushes against memcpy and collectives", _add_transport, _prepare_transport),
+    "schedule": Benchmark(_SCHEDULE, _add_schedule, _prepare_schedule, ScenarioOptions.ranks),
+    "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _prepare_train),
 }

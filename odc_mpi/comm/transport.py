@@ -220,6 +220,20 @@ class ShardStorage:
         """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""
 
 
+class PrivateShards(ShardStorage):
+    """Base class for stores with shards in private memory: `_shards`, by array index, which `allocate` sets."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)  # type: ignore[call-arg] # of `ParameterStore` or `GradientStore`
+        self._shards: dict[int, torch.Tensor] = {}
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102 - documented by the stores
+        return self._shards[index]
+
+    def free(self) -> None:  # noqa: D102 - documented by `ShardStorage`
+        self._shards.clear()
+
+
 @dataclass(eq=False, repr=False)
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points.

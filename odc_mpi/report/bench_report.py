@@ -8,24 +8,8 @@ from typing import Any
 from odc_mpi.formatting import format_seconds, format_size
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, ReportPage, Table
-from odc_mpi.report.plot_types import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PLAIN_STYLE,
-    PURPLE,
-    RED,
-    SKY,
-    Bar,
-    BarPanel,
-    Curve,
-    GanttChart,
-    GanttRow,
-    Panel,
-    Plot,
-    Style,
-    choose_ranks,
-)
+from odc_mpi.report.plots import Bar, BarPanel, Curve, GanttChart, GanttRow, Panel, choose_ranks
+from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, Style
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, ON_DEMAND, SCHEDULES, SPLIT
@@ -42,7 +26,7 @@ HEADINGS = {
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "/")}
-#: Styles of bars, keyed by the first component of the variant's name. Other variants have `PLAIN_STYLE`.
+#: Styles of bars, keyed by the first component of the variant's name. Other variants are plain blue.
 _BAR_STYLES = {
     "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
@@ -55,14 +39,12 @@ _FETCHES = {
     "fetch_copy": "fetch",
     "fetch_zero_copy": "zero-copy",
     "mpi_allgather": "MPI_Allgather",
-    "gloo_all_gather": "gloo",
 }
 _PUSHES = {
     "memcpy": "memcpy",
     "push_accumulate": "accumulate",
     "push_mailbox": "mailbox",
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
-    "gloo_reduce_scatter": "gloo",
 }
 #: Styles and markers of the curves, in order.
 _LINES = (
@@ -70,7 +52,6 @@ _LINES = (
     (Style(BLUE, "-"), "o"),
     (Style(ORANGE, "-"), "D"),
     (Style(GREEN, "-."), "s"),
-    (Style(RED, "--"), "^"),
 )
 
 
@@ -115,7 +96,6 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     if ends.get(SPLIT, math.inf) > (1 - MIN_SHOWN_GAIN) * ends[on_demand]:
         ends.pop(SPLIT, None)
     saved_s = ends[baseline] - ends[on_demand]
-    above_s = dict(zip([*ends][1:], ends.values(), strict=False))
     chosen = choose_ranks([sum(b - a for a, b in spans) for spans in timeline[baseline]])
     charts = [
         GanttChart(
@@ -123,7 +103,6 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
             [_gantt_row(rank, timeline[name][rank], end) for rank in chosen],
             end,
             [(end, f"{end:.1f} s")],
-            saved if (saved := above_s.get(name, end) - end) > MIN_SHOWN_GAIN * end else 0.0,
         )
         for name, end in ends.items()
     ]
@@ -139,7 +118,7 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
-    return Figure(Plot("gantt", title, partial(plots.gantt, charts, _STYLES)), caption)
+    return Figure("gantt", title, partial(plots.gantt, charts, _STYLES), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -196,9 +175,9 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     figures = [_bar_figure("speeds", title, panels, speeds, caption)]
     losses = result["losses"]
     heading = f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
-    curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
+    curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses], Style(BLUE))
     draw = partial(plots.curves, [[Panel("loss", [curve])]], "minibatch")
-    figures.append(Figure(Plot("loss", heading, draw)))
+    figures.append(Figure("loss", heading, draw))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
@@ -227,7 +206,7 @@ def _bar_panel(
             if isinstance(value, Mapping):
                 value, spread = value["median"], (value["low"], value["high"])
             others = {source: values[name] for source, values in (references or {}).items() if name in values}
-            bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], PLAIN_STYLE), spread, others))
+            bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], Style(BLUE)), spread, others))
     return BarPanel(heading, bars, form, line)
 
 
@@ -241,7 +220,7 @@ def _bar_figure(name: str, title: str, panels: Sequence[BarPanel], names: Iterab
                 cells.setdefault(source, {})[bar.label] = format(value, panel.form)
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(Plot(name, title, partial(plots.bars, panels)), caption, [table])
+    return Figure(name, title, partial(plots.bars, panels), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
@@ -252,11 +231,7 @@ def _bar_text(bar: Bar, form: str) -> str:
 def _transport(result: Mapping[str, Any]) -> ReportPage:
     sizes = result["sizes"]
     largest = sizes[-1]["all_at_once"]["fetch_copy"]
-    title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} "
-    if largest["of_gloo"] is None:
-        title += f"moves {largest['gb_per_s']['median']:.2g} GB/s"
-    else:
-        title += f"is {largest['of_gloo']:.3g} times as fast as the all-gather of gloo"
+    title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} moves {largest['gb_per_s']['median']:.2g} GB/s"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
     draw = partial(plots.curves, [curves], "bytes of a unit", lambda x: format_size(round(x)))
@@ -270,7 +245,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    return _benchmark_report(result, title, subtitle, [Figure(Plot("speeds", title, draw), caption, tables)])
+    return _benchmark_report(result, title, subtitle, [Figure("speeds", title, draw, caption, tables)])
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
@@ -308,8 +283,7 @@ def _benchmark_report(
 ) -> ReportPage:
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
-    skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return ReportPage(title, subtitle, skipped, figures, [])
+    return ReportPage(title, subtitle, figures=figures)
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {

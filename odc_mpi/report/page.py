@@ -1,7 +1,7 @@
 """Content of a report, and its rendering as a self-contained HTML page or, without plots, for a terminal."""
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from odc_mpi.report.plot_types import BLUE, INK, LINE, MUTED, PAPER, Plot
+from odc_mpi.report.svg import BLUE, INK, LINE, MUTED, PAPER, Drawing
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper", BLUE: "--blue"}
 _DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23", "--blue": "#2f81f7"}
@@ -66,11 +66,21 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Plot with a caption. HTML pages show the plot, whereas terminals show the tables instead."""
+    """Plot with a title and a caption. HTML pages show the plot, whereas terminals show the tables instead.
 
-    plot: Plot
+    `name` is the name for `odc-mpi report --picture`, and the prefix of the element ids in the SVG document. `draw`
+    draws the plot without the title.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[], Drawing]
     caption: str = ""
     tables: Sequence[Table] = ()
+
+    def svg(self, *, standalone: bool = True) -> str:
+        """Return the plot as an SVG document. If `standalone`, the document includes the title and a background."""
+        return self.draw().document(self.name, textwrap.wrap(self.title, 118) if standalone else ())
 
 
 @dataclass(frozen=True)
@@ -131,11 +141,11 @@ def _tile(tile: Tile) -> str:
 
 def _figure(figure: Figure) -> str:
     """Return an HTML figure, in which the colors of the plot are the CSS variables of the page."""
-    plot, caption = figure.plot, f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
-    svg = plot.svg(standalone=False).replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
+    caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
+    svg = figure.svg(standalone=False).replace("<svg", f'<svg role="img" aria-label="{escape(figure.title)}"', 1)
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var({name})")
-    return f"<figure>\n<h2>{escape(plot.title)}</h2>\n{svg}{caption}</figure>"
+    return f"<figure>\n<h2>{escape(figure.title)}</h2>\n{svg}{caption}</figure>"
 
 
 def _table(table: Table) -> str:
@@ -150,7 +160,7 @@ def terminal(report: ReportPage) -> Group:
     """Render the subtitle, notes, figures (title, tables, caption) and tables for a terminal of at least 80 columns."""
     parts: list[RenderableType] = [Text(line) for line in (*report.subtitle, *report.notes)]
     for figure in report.figures:
-        parts += [Text(), Text(figure.plot.title, "bold"), *map(_rich_table, figure.tables)]
+        parts += [Text(), Text(figure.title, "bold"), *map(_rich_table, figure.tables)]
         parts += [Text(figure.caption)] if figure.caption else []
     for table in report.tables:
         parts += [Text(), _rich_table(table)]

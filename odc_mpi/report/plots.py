@@ -1,20 +1,108 @@
-"""Functions that draw the data types of `report.plot_types` as SVG.
+"""Plots: their data types, and functions that draw these as SVG.
 
 Elements that differ in color also differ in hatching, marker or label. Hovering over an element shows its value.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, BarPanel, GanttChart, GanttRow, Histogram, Panel, Style
-from odc_mpi.report.svg import CHARACTER, LINE_HEIGHT, WIDTH, Axes, Drawing, format_short
+from odc_mpi.report.svg import CHARACTER, INK, LINE_HEIGHT, MUTED, PAPER, WIDTH, Axes, Drawing, Style, format_short
 
 #: Color of text on bars, which differs from `PAPER` so that dark mode does not replace it.
 _ON_COLOR = "#fffffe"
 #: Space for labels to the left of axes and space between panels, in pixels; maximum number of hover areas per panel.
 _LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
+
+
+class GanttRow(NamedTuple):
+    """Timeline of one rank, with `label` to its left: start and end times in seconds, keyed by kind of activity.
+
+    A note has a start time, an end time and a text. A line marks the start, and the text is drawn if it fits.
+    """
+
+    label: str
+    spans: Mapping[str, Sequence[Sequence[float]]]
+    notes: Sequence[tuple[float, float, str]] = ()
+
+
+class GanttChart(NamedTuple):
+    """Gantt chart with the timelines of several ranks, and times in seconds to mark with a line and a text."""
+
+    heading: str
+    rows: Sequence[GanttRow]
+    end_s: float
+    marks: Sequence[tuple[float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Bar for one value, with its lower and upper quartile if known, and the values from other sources."""
+
+    label: str
+    value: float
+    style: Style
+    spread: tuple[float, float] | None = None
+    references: Mapping[str, float] = field(default_factory=dict)
+
+
+class BarPanel(NamedTuple):
+    """Panel of bars, with the format specification of their values, and a vertical line at the value `line`, if any."""
+
+    heading: str
+    bars: Sequence[Bar]
+    form: str
+    line: float | None = None
+
+
+class Curve(NamedTuple):
+    """Curve in a panel. It appears in the legend unless its label is "". Missing values are NaN.
+
+    `marker` is drawn at each point (see `svg.Drawing.marker`).
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: Style
+    marker: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Panel of a plot, `height` pixels high, with one or more curves.
+
+    `form` is "log" for a logarithmic y axis, a format specification for one that includes 0, or "" for any other.
+    """
+
+    heading: str
+    curves: Sequence[Curve]
+    form: str = ""
+    height: float = 210.0
+
+
+class Histogram(NamedTuple):
+    """Histogram of token counts, with the edges of its bins and positions to mark with a line and a text, in tokens."""
+
+    heading: str
+    edges: Sequence[float]
+    counts: Sequence[float]
+    style: Style
+    marks: Sequence[tuple[float, str]]
+
+
+#: Maximum number of ranks in a plot, so that a reader can distinguish the rows.
+MAX_RANKS = 32
+
+
+def choose_ranks(busy_s: Sequence[float]) -> list[int]:
+    """Return all ranks, or `MAX_RANKS` ranks evenly spaced from least to most busy, in ascending order of rank."""
+    count = len(busy_s)
+    if count <= MAX_RANKS:
+        return list(range(count))
+    by_work = sorted(range(count), key=busy_s.__getitem__)
+    return sorted({by_work[i * (count - 1) // (MAX_RANKS - 1)] for i in range(MAX_RANKS)})
 
 
 def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
@@ -31,8 +119,6 @@ def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
             _draw_row(axes, top + row_height * number + 2, row_height - 4, row, styles)
         for at, text in chart.marks:
             axes.mark(at, text, rise=14)
-        if chart.saved_s > 0:
-            _draw_savings(axes, chart.end_s, chart.saved_s)
         drawing.height = top + height + 8
     axes.draw_x(lambda x: f"{x:g}")
     drawing.text(_LEFT + axes.width, drawing.height + 28, "seconds", MUTED, text_anchor="end")
@@ -62,15 +148,6 @@ def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mappin
             axes.drawing.add("rect", fill=color, height=12, **box)
             place: dict[str, Any] = {"text_anchor": "middle", "font_size": 11, "pointer_events": "none"}
             axes.drawing.text(left + width / 2, y + height / 2 + 4, text, _ON_COLOR, **place)
-
-
-def _draw_savings(axes: Axes, end_s: float, saved_s: float) -> None:
-    begin, end, y = axes.x(end_s), axes.x(end_s + saved_s), axes.top + axes.height / 2
-    arrow = f"M{begin + 6:.1f},{y - 4} l-6,4 l6,4 m-6,-4 H{end:.1f} m-6,-4 l6,4 l-6,4"
-    axes.drawing.add("path", d=arrow, fill="none", stroke=INK, stroke_width=1.2)
-    place = {"text_anchor": "middle", "font_weight": "bold"}
-    axes.drawing.text((begin + end) / 2, y - 8, "saved", **place)
-    axes.drawing.text((begin + end) / 2, y + 18, f"{saved_s:.3g} s", **place)
 
 
 def bars(panels: Sequence[BarPanel]) -> Drawing:
@@ -204,10 +281,8 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
     return drawing
 
 
-def stack(
-    x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str
-) -> Drawing:
-    """Draw the shares of time at each `x` as a stacked bar. `parts` maps each activity to its shares, from 0 to 1."""
+def stack(x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style]) -> Drawing:
+    """Draw the shares of time at each step `x` as a stacked bar. `parts` maps activities to shares, from 0 to 1."""
     drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))
@@ -219,8 +294,8 @@ def stack(
         left, right = axes.x(at - 0.46 * step), axes.x(at + 0.46 * step)
         for kind, values in parts.items():
             box = axes.y(bottom + values[number]), right - left, axes.y(bottom) - axes.y(bottom + values[number])
-            drawing.bar(left, *box, styles[kind], f"{xlabel} {at:g}\n{hover}")
+            drawing.bar(left, *box, styles[kind], f"step {at:g}\n{hover}")
             bottom += values[number]
     axes.draw_x(lambda value: f"{value:g}", min_unit=1)
-    drawing.text(WIDTH - 8, 262, xlabel, MUTED, text_anchor="end")
+    drawing.text(WIDTH - 8, 262, "step", MUTED, text_anchor="end")
     return drawing

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json, write_text_atomic
+from odc_mpi.files import parse_json, write_text_durable
 from odc_mpi.report import bench_report, page, run_report
 
 #: Suffixes that the output file may have only if they match its format.
@@ -40,7 +40,7 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
         raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(message.split())}") from error
     out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
     try:
-        write_text_atomic(out, text, private=False)
+        write_text_durable(out, text)
     except OSError as error:
         raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
     return out
@@ -62,8 +62,8 @@ def _read(source: Path) -> dict[str, object]:
 def _draw(report: page.ReportPage, name: str | None) -> str:
     if name is None:
         return page.html(report)
-    plots = {figure.plot.name: figure.plot for figure in report.figures}
-    if name not in plots:
-        known = f"expected one of {', '.join(plots)}" if plots else "this report has no pictures"
+    figures = {figure.name: figure for figure in report.figures}
+    if name not in figures:
+        known = f"expected one of {', '.join(figures)}" if figures else "this report has no pictures"
         raise UserError(f"--picture {name}: {known}")
-    return plots[name].svg()
+    return figures[name].svg()

@@ -1,8 +1,8 @@
-"""Figures that show what the ranks of a run do over time, and the lengths of sequences and microbatches."""
+"""Figures on runs: metrics over the steps, what the ranks do over time, and lengths of sequences and microbatches."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -11,20 +11,8 @@ import numpy as np
 
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure
-from odc_mpi.report.plot_types import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    GanttChart,
-    GanttRow,
-    Histogram,
-    Plot,
-    Style,
-    choose_ranks,
-)
+from odc_mpi.report.plots import Curve, GanttChart, GanttRow, Histogram, Panel, choose_ranks
+from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Style
 
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
 #: Style of each activity, and its kinds of spans in ``trace.json``. Fetches and pushes are drawn over other activities.
@@ -43,6 +31,121 @@ _STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
 #: Maximum number of bars in a plot. If there are more steps, each bar is the mean over a group of steps.
 _MAX_BARS = 80
 _NUM_BINS = 40
+_HELD_OUT = Style(ORANGE, "--")
+#: Styles of the curves of individual reward functions.
+_PARTS = (Style(SKY, "-."), Style(GREEN, ":"), Style(PURPLE, "--"), Style(RED, "-."))
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def loss_figure(lines: Lines) -> Figure:
+    """Create a figure with the losses and, for DPO and reward models, accuracies, margins and log-probabilities.
+
+    `lines` are the lines of ``metrics.jsonl``, including that of step 0, if any.
+    """
+    loss = _curve(lines, "loss", "training")
+    curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
+    title = f"The loss {_change(loss.y)} in {len(loss.x):,} steps" if _known(loss.y) else "No step has a loss"
+    if len(curves) > 1:
+        title += f", on held-out data it {_change(curves[1].y)}"
+    accuracies = ("eval_rewards/accuracies", "eval_accuracy")
+    if accuracy := _curves(lines, dict.fromkeys(accuracies, ("", _HELD_OUT, "o"))):
+        title += f", its accuracy {_change(accuracy[0].y, '.1%')}"
+    preferences = _preference_panels(lines)
+    heading = f"loss, mean over {'pairs' if preferences else 'trained tokens'}"
+    return _figure("loss", title, [[Panel(heading, curves, height=300)], preferences], lines)
+
+
+def _preference_panels(lines: Lines) -> list[Panel]:
+    panels = []
+    for heading, names, form in (
+        ("pairs whose chosen answer has the higher reward", ("rewards/accuracies", "accuracy"), ".0%"),
+        ("reward of the chosen minus the rejected answer", ("rewards/margins", "margin"), ""),
+    ):
+        curves: dict[str, tuple[str, Style, str]] = {}
+        for key in names:  # of DPO, and of reward models
+            curves |= {key: ("training", Style(BLUE), ""), f"eval_{key}": ("held-out", _HELD_OUT, "o")}
+        panels.append(Panel(heading, _curves(lines, curves), form))
+    answers = {"logps/chosen": ("chosen", Style(BLUE), ""), "logps/rejected": ("rejected", Style(RED), "")}
+    panels.append(Panel("log-probability of an answer", _curves(lines, answers)))
+    return [panel for panel in panels if panel.curves]
+
+
+def rewards_figure(lines: Lines) -> Figure:
+    """Create a figure with the GRPO metrics over the steps, such as rewards, completion lengths and entropy."""
+    names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
+    parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
+    reward = _curve(lines, "reward", "mean reward")
+    held_out = _curves(lines, {"eval_reward": ("held-out, greedy decoding", _HELD_OUT, "o")})
+    curves = [reward, *(_curves(lines, parts) if len(parts) > 1 else []), *held_out]
+    match = _curves(lines, {"eval_exact_match": ("", _HELD_OUT, "o")})
+    title = f"The mean reward {_change(reward.y)} in {len(reward.x):,} steps" if _known(reward.y) else "No rewards"
+    if match:
+        title += f", exact match on held-out prompts {_change(match[0].y, '.1%')}"
+    elif held_out:
+        title += f", on held-out prompts it {_change(held_out[0].y)}"
+    lengths = {
+        "completions/mean_length": ("mean", Style(BLUE), ""),
+        "completions/max_length": ("longest", Style(SKY, "--"), ""),
+        "completions/min_length": ("shortest", Style(SKY, ":"), ""),
+    }
+    ratios = {
+        "completions/clipped_ratio": ("truncated", Style(RED), ""),
+        "frac_reward_zero_std": ("equal rewards", Style(PURPLE, "--"), ""),
+    }
+    rows = [
+        [Panel("reward", curves, height=300)],
+        [
+            Panel("exact match on held-out prompts", match, ".0%"),
+            Panel("tokens of a completion", _curves(lines, lengths), ",.0f"),
+            Panel("truncated completions, equal rewards", _curves(lines, ratios), ".0%"),
+        ],
+        [
+            Panel(heading, _curves(lines, {key: ("", Style(BLUE), "")}))
+            for heading, key in (("KL divergence from the start", "kl"), ("entropy", "entropy"))
+        ],
+    ]
+    return _figure("rewards", title, rows, lines)
+
+
+def _change(values: Iterable[float], form: str = ".4g") -> str:
+    """Describe the change from the first to the last value that is not NaN, for example "fell from 8.3 to 5.1"."""
+    known = _known(values)
+    first, last = format(known[0], form), format(known[-1], form)
+    if first == last:
+        return f"stayed at {last}"
+    return f"{'fell' if known[-1] < known[0] else 'rose'} from {first} to {last}"
+
+
+def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Figure:
+    last = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_s")]
+    forms = {"tokens_per_s": ",.0f"}
+    rows.append(
+        [Panel(heading, _curves(lines, {key: ("", Style(BLUE), "")}), forms.get(key, "")) for heading, key in last]
+    )
+    drawn = [[panel for panel in row if panel.curves] for row in rows]
+    skipped = sum(bool(line.get("skipped")) for line in lines)
+    caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
+    draw = partial(plots.curves, [row for row in drawn if row], "step")
+    return Figure(name, title, draw, caption)
+
+
+def _curves(lines: Lines, keys: Mapping[str, tuple[str, Style, str]]) -> list[Curve]:
+    """Return the curves of the metrics that have values. `keys` maps each metric to its label, style and marker."""
+    curves = [_curve(lines, key, *drawn) for key, drawn in keys.items()]
+    return [curve for curve in curves if _known(curve.y)]
+
+
+def _curve(lines: Lines, key: str, label: str, style: Style = Style(BLUE), marker: str = "") -> Curve:  # noqa: B008
+    """Return the curve of a metric. Training metrics of skipped steps are NaN."""
+    present = [line for line in lines if key in line]
+    missing = [line[key] is None or (line.get("skipped") and not key.startswith("eval")) for line in present]
+    y = [math.nan if is_missing else line[key] for line, is_missing in zip(present, missing, strict=True)]
+    return Curve(label, [line["step"] for line in present], y, style, marker)
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
 
 
 def timeline(trace: Mapping[str, Any]) -> Figure:
@@ -71,7 +174,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
     if left_out_s := sum(sum(local["left_out_s"].values()) for step in steps for local in step["ranks"]):
         caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
-    return Figure(Plot("gantt", title, partial(plots.gantt, charts, _STYLES)), caption)
+    return Figure("gantt", title, partial(plots.gantt, charts, _STYLES), caption)
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
@@ -131,7 +234,7 @@ def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
     if at_once > 1:
         caption += f" Bars are means over {at_once} steps."
     styles = {**_STYLES, rest: _STYLES[COMPUTES]}
-    return Figure(Plot("time", title, partial(plots.stack, x, parts, styles, "step")), caption)
+    return Figure("time", title, partial(plots.stack, x, parts, styles), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
@@ -158,4 +261,4 @@ def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> l
         title.append(f"microbatches are {full:.0%} full")
     text = "; ".join(title)
     draw = partial(plots.histograms, panels)
-    return [Figure(Plot("lengths", text[:1].upper() + text[1:], draw))] if panels else []
+    return [Figure("lengths", text[:1].upper() + text[1:], draw)] if panels else []

@@ -13,8 +13,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json
 from odc_mpi.formatting import format_duration, format_seconds, truncate_text
 from odc_mpi.report.page import ReportPage, Table, Tile
-from odc_mpi.report.run_curves import loss_figure, rewards_figure
-from odc_mpi.report.run_figures import histograms, time_breakdown, timeline
+from odc_mpi.report.run_figures import histograms, loss_figure, rewards_figure, time_breakdown, timeline
 
 #: Maximum magnitude of numbers in plots, which prevents overflow. NaN is also excluded.
 _MAX_DRAWN = 1e100

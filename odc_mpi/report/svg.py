@@ -1,16 +1,16 @@
-"""Elements of SVG charts: shapes with hover text, hatches, text, and axes with round tick values.
-
-Text, lines and background have the colors in `report.plot_types`, which HTML pages replace in dark mode.
-"""
+"""Elements of SVG charts: colors, shapes with hover text, hatches, text, and axes with round tick values."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from odc_mpi.report.plot_types import INK, LINE, MUTED, PAPER, Style
+#: Colors of text, secondary text, lines and background. HTML pages replace these colors in dark mode.
+INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
+#: Colors of the Okabe-Ito palette, which people with any kind of color vision can distinguish.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
 
 #: Width of a drawing and height of a line of text, in pixels.
 WIDTH, LINE_HEIGHT = 1060, 16
@@ -20,6 +20,16 @@ FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _DASHES = {"--": "6 4", ":": "2 3", "-.": "8 3 2 3"}
 #: SVG path of each hatch, in a square of 8 by 8 pixels.
 _HATCHES = {"/": "M0,8 L8,0", "\\": "M0,0 L8,8", "-": "M0,4 L8,4"}
+
+
+class Style(NamedTuple):
+    """Color of a bar or a line, and hatch of the bar ("/", "-", a backslash or "") or dashes of the line.
+
+    A bar with the color "none" has only an outline and the hatch. Dashes are "-", "--", ":", "-." or "none".
+    """
+
+    color: str
+    hatch: str = ""
 
 
 @dataclass

@@ -120,7 +120,7 @@ class SimulatedRollouts:
         end, group = max(decoded)
         cheapest = min(minibatch.sequence_s[i] for i in self.positions(group))
         fewest = math.ceil(int(minibatch.lengths.sum()) / scenario.max_tokens)
-        work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
+        work = math.fsum(minibatch.sequence_s.tolist()) + fewest * scenario.overhead_s
         work += math.fsum(
             ends_of_rank * speed for (ends_of_rank, _), speed in zip(decoded, minibatch.speeds.tolist(), strict=True)
         )

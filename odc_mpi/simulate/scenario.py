@@ -1,23 +1,30 @@
 """Simulation scenarios: minibatches with the costs that ranks use for planning, and with their true durations.
 
 The simulator adds up the true durations, whereas `bench.schedule` sleeps for these durations.
+
+Sequence lengths are those of prepared data sets, or distributed like those of well-known data sets, whose mean lengths
+the ODC paper (arXiv 2601.19362) gives. These are assumed to be log-normally distributed up to a maximum.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.plan.balance import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name
+from odc_mpi.formatting import did_you_mean
 from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, WIRE_BYTES, ScenarioOptions, option_name
 
 Floats = npt.NDArray[np.float64]
+Tokens = npt.NDArray[np.int64]
 
 #: Seconds that a model with 1.5 B parameters takes for a sequence on an A100, from the fit in the reference
 #: implementation of ODC (sail-sg/odc, examples/llm_training/packing.py), which is per 32,000 tokens. The fit also has a
@@ -31,47 +38,105 @@ MAX_SEQUENCES = 10**7
 
 
 @dataclass(frozen=True)
+class LogNormal:
+    """Log-normal distribution of lengths, clipped to `max_tokens`.
+
+    Before clipping, the logarithm of a length has the mean `location` and the standard deviation `sigma`.
+    """
+
+    location: float
+    sigma: float
+    max_tokens: int
+
+    def sample(self, n: int, rng: np.random.Generator) -> Tokens:
+        """Sample `n` lengths, int64 `[n]`, clipped to the range from 1 to `max_tokens`."""
+        lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
+        return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class EmpiricalLengths:
+    """Distribution that draws with replacement from the lengths of existing sequences, int64 `[sequences]`."""
+
+    lengths: Tokens
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """Length of the longest sequence."""
+        return int(self.lengths.max())
+
+    def sample(self, n: int, rng: np.random.Generator) -> Tokens:
+        """Sample `n` lengths, int64 `[n]`."""
+        return rng.choice(self.lengths, n)
+
+
+LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
+
+#: Distributions by name. After clipping, their mean lengths are those in the ODC paper: 16,500 (longalign), 34,700
+#: (swesmith) and 9,000 (aime) tokens.
+KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
+    "equal": EmpiricalLengths(np.array([16_500])),  # perfectly balanced
+    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058). With sigma 0.65, three quarters are in
+    # this range and 0.7 % are clipped. Speed-up of LB-Mini for 8 ranks with 4 sequences each and sigma 0.5, 0.65, 0.8:
+    # 1.20, 1.26, 1.27.
+    "longalign": LogNormal(9.5076828889233, 0.65, 65_536),
+    # Transcripts of agents under the same limits vary less. Longest: 128K, a common context length of models.
+    "swesmith": LogNormal(10.330653796542368, 0.5, 131_072),
+    # Answers of a reasoning model, from short ones to the 1.6 % that reach the limit of 32K.
+    "aime": LogNormal(8.849234551767974, 0.75, 32_768),
+}
+
+
+def lengths_by_name(name: str) -> LengthDistribution:
+    """Return the known distribution `name`, or that of the data set at this path. Raises a `UserError` otherwise."""
+    if name in KNOWN_DISTRIBUTIONS:
+        return KNOWN_DISTRIBUTIONS[name]
+    if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
+        hint = did_you_mean(name, KNOWN_DISTRIBUTIONS)
+        known = ", ".join(KNOWN_DISTRIBUTIONS)
+        raise UserError(f"--lengths: expected {known} or the path of a data set, got {name!r}{hint}")
+    try:
+        with Dataset(name) as dataset:
+            return EmpiricalLengths(np.array(dataset.lengths, dtype=np.int64))
+    except UserError as error:  # its message has the name of the setting of a run
+        raise UserError(str(error).replace("data.path", "--lengths")) from error
+
+
+@dataclass(frozen=True)
 class SimulatedMinibatch:
-    """Minibatch to simulate. All durations are in seconds, and those of microbatches include communication.
+    """Minibatch of `scenario`. All durations are in seconds, and those of microbatches include communication.
 
     With windows, a rank's first microbatch takes longer because it fills the caches (`is_first` in the methods).
 
     Attributes:
         lengths: Number of tokens in each sequence, int64 `[n]`.
         sequence_s: True duration of each sequence on a rank of speed 1, float64 `[n]`.
-        overhead_s: Constant part of the duration of any microbatch, including dummies, on a rank of speed 1.
-        communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
         speeds: Speed of each rank in this minibatch, float64 `[ranks]`.
-        cache_saving_s: Part of `communication_s` that caches save in each microbatch. Collectives have no caches.
-        cache_cost_s: Additional duration of a rank's first microbatch, which fills the caches.
-        cost: Cost model that ranks use for planning, in seconds.
     """
 
-    lengths: npt.NDArray[np.int64]
+    scenario: "Scenario"
+    lengths: Tokens
     sequence_s: Floats
-    overhead_s: float
-    communication_s: float
     speeds: Floats
-    cache_saving_s: float = 0.0
-    cache_cost_s: float = 0.0
-    cost: CostModel = REFERENCE_COST
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
         """Return the duration of a microbatch (indices of sequences) on a rank without caches."""
-        work_s = self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
-        return work_s / float(self.speeds[rank]) + self.communication_s
+        work_s = self.scenario.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
+        return work_s / float(self.speeds[rank]) + self.scenario.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
         """Return the duration of a microbatch on a rank with parameter and gradient caches."""
-        return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
+        saving_s, cost_s = self.scenario.cache_saving_s
+        return self.duration_s(rank, microbatch) - saving_s + (cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
         """Return the duration of chunk `index` of a split sequence on a rank, not counting waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
-        error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
-        work_s = self.overhead_s + error * self.cost.chunk(begin, end)
-        saving_s = self.cache_saving_s - (self.cache_cost_s if is_first else 0.0)
-        return work_s / float(self.speeds[rank]) + self.communication_s - saving_s
+        scenario, cost = self.scenario, self.scenario.cost
+        error = self._each_s[split.position] / float(cost.sequence(self.lengths[split.position]))
+        work_s = scenario.overhead_s + error * cost.chunk(begin, end)
+        saving_s = scenario.cache_saving_s[0] - (scenario.cache_saving_s[1] if is_first else 0.0)
+        return work_s / float(self.speeds[rank]) + scenario.communication_s - saving_s
 
     @cached_property
     def _each_s(self) -> list[float]:
@@ -126,15 +191,18 @@ class Scenario(ScenarioOptions):
         """Maximum number of tokens in a microbatch."""
         return self.length_distribution.max_tokens
 
-    @property
+    @cached_property
     def communication_s(self) -> float:
-        """Seconds that the fetches and pushes of a microbatch take without caches."""
+        """Seconds that the fetches and pushes of a microbatch take without caches. Computation does not hide them."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
-    @property
+    @cached_property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch, and seconds spent filling them in a rank's first microbatch."""
+        """Seconds that caches save in each microbatch, and seconds spent filling them in a rank's first microbatch.
+
+        Collectives have no caches.
+        """
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -171,17 +239,15 @@ class Scenario(ScenarioOptions):
         num_bytes = (self.num_islands - 1) * share_numel * WIRE_BYTES[self.wire]
         return num_bytes / 1e9 / self.link_gb_per_s / self.sync_every
 
-    def in_island(self, minibatch: SimulatedMinibatch) -> SimulatedMinibatch:
-        """Return a minibatch in which ranks fetch from and push to their own island only."""
+    @cached_property
+    def in_island(self) -> "Scenario":
+        """Scenario in which ranks fetch from and push to their own island only."""
         # Not 0, which would be refused with `unit_bytes`.
         fetch_gb_per_s = self.fetch_gb_per_s or MAX_GB_PER_S
         without_outer = replace(self, sync_every=0, wire=ScenarioOptions.wire)
-        alone = replace(without_outer, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
-        saving_s, cost_s = alone.cache_saving_s
-        minibatch = replace(minibatch, communication_s=alone.communication_s, cost=alone.planned_cost)
-        return replace(minibatch, cache_saving_s=saving_s, cache_cost_s=cost_s)
+        return replace(without_outer, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
 
-    @property
+    @cached_property
     def planned_cost(self) -> CostModel:
         """Cost model for planning, in seconds, including the overhead and communication of each microbatch."""
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
@@ -192,15 +258,9 @@ class Scenario(ScenarioOptions):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
             lengths = self.length_distribution.sample(self.num_sequences, lengths_rng)
-            yield SimulatedMinibatch(
-                lengths,
-                self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng),
-                self.overhead_s,
-                self.communication_s,
-                _factors(self.ranks, self.speed_variation, speeds_rng),
-                *self.cache_saving_s,
-                self.planned_cost,
-            )
+            sequence_s = self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng)
+            speeds = _factors(self.ranks, self.speed_variation, speeds_rng)
+            yield SimulatedMinibatch(self, lengths, sequence_s, speeds)
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:

@@ -86,7 +86,7 @@ def summarize(
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
         timeline: Busy intervals of each rank in the first minibatch, in seconds, by schedule.
     """
-    floors = [floor_s(minibatch, scenario.max_tokens) for minibatch in scenario.minibatches()]
+    floors = [floor_s(minibatch) for minibatch in scenario.minibatches()]
     shared = [even for _, even in floors]
     each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
     # Bounds assume the fewest possible microbatches.
@@ -106,14 +106,14 @@ def summarize(
 
 
 def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, SimulatedTiming]:
-    plans = {name: plan(scenario, minibatch, name) for name in BALANCE_STRATEGIES}
-    plans["split"] = plan(scenario, minibatch, "split", plans["dynamic"])
+    plans = {name: plan(minibatch, name) for name in BALANCE_STRATEGIES}
+    plans["split"] = plan(minibatch, "split", plans["dynamic"])
     timings = {}
     for name in SCHEDULES:
         transport, balance = name.split("/")
-        timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.num_units)
+        timings[name] = simulate_timing(minibatch, plans[balance], transport)
     if scenario.num_islands > 1:
-        in_island = scenario.in_island(minibatch)
+        in_island = replace(minibatch, scenario=scenario.in_island)
         for balance in ISLAND_BALANCES:
             timing = simulate_timing(in_island, plans[balance], "window")
             timings[f"islands/{balance}"] = replace(timing, end_s=timing.end_s + scenario.exchange_s)
@@ -158,20 +158,20 @@ def ratios(
     }
 
 
-def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
+def plan(minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
     """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may contain the `dynamic` plan."""
+    scenario = minibatch.scenario
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
-def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str, num_units: int = 1) -> SimulatedTiming:
+def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str) -> SimulatedTiming:
     """Simulate one minibatch with the transport "window" or "collective".
 
-    Plans with split sequences, or with a pool of microbatches to claim, require "window". `num_units` matters only for
-    split sequences, whose chunks wait for each other in every unit.
+    Plans with split sequences, or with a pool of microbatches to claim, require "window".
     """
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
-        return _simulate_dynamic(minibatch, plan, num_units)
+        return _simulate_dynamic(minibatch, plan)
     ranks = list(enumerate(plan.microbatches))
     if transport == "window":
         return simulate_static(
@@ -184,8 +184,8 @@ def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str, n
     return simulate_collective(durations, [minibatch.duration_s(rank, ()) for rank, _ in ranks])
 
 
-def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> SimulatedTiming:
-    chunk_timelines, available_at = _simulate_chunks(minibatch, plan, num_units)
+def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan) -> SimulatedTiming:
+    chunk_timelines, available_at = _simulate_chunks(minibatch, plan)
     started = {rank for rank, intervals in enumerate(chunk_timelines) if intervals}
 
     def duration(rank: int, k: int) -> float:
@@ -198,15 +198,18 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int)
     return SimulatedTiming(pool.end_s, timeline)
 
 
-def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:
-    """Return the intervals in which each rank computes chunks, and the time at which each rank has finished them."""
+def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan) -> tuple[list[Intervals], list[float]]:
+    """Return the intervals in which each rank computes chunks, and the time at which each rank has finished them.
+
+    The chunks of a sequence wait for each other in every unit.
+    """
     timeline: list[Intervals] = [[] for _ in minibatch.speeds]
     free = [0.0] * len(timeline)
     for split in plan.splits:
         seconds = [
             minibatch.chunk_s(rank, split, index, is_first=not timeline[rank]) for index, rank in enumerate(split.ranks)
         ]
-        chunks = simulate_context_parallel([free[rank] for rank in split.ranks], seconds, num_units)
+        chunks = simulate_context_parallel([free[rank] for rank in split.ranks], seconds, minibatch.scenario.num_units)
         # A chunk ends its backward after all later chunks.
         ends = list(accumulate((intervals[-1][1] for intervals in reversed(chunks)), max))[::-1]
         for rank, intervals, end in zip(split.ranks, chunks, ends, strict=True):
@@ -215,20 +218,19 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
     return timeline, free
 
 
-def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
+def floor_s(minibatch: SimulatedMinibatch) -> tuple[float, float]:
     """Return two lower bounds, in seconds, on the duration of a minibatch without split sequences.
 
     The first is the duration of the longest sequence on the fastest rank. The second is the time that all work takes
     in the fewest possible microbatches if no rank ever waits.
     """
-    fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
-    work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
-    communication_s = minibatch.communication_s - minibatch.cache_saving_s
-    longest = (
-        (float(minibatch.sequence_s.max()) + minibatch.overhead_s) / float(minibatch.speeds.max())
-        + communication_s
-        + minibatch.cache_cost_s
-    )
+    scenario = minibatch.scenario
+    fewest = math.ceil(int(minibatch.lengths.sum()) / scenario.max_tokens)
+    work = math.fsum(minibatch.sequence_s.tolist()) + fewest * scenario.overhead_s
+    saving_s, cost_s = scenario.cache_saving_s
+    communication_s = scenario.communication_s - saving_s
+    computed_s = (float(minibatch.sequence_s.max()) + scenario.overhead_s) / float(minibatch.speeds.max())
+    longest = computed_s + communication_s + cost_s
     # Communication does not depend on the speed of a rank.
     return longest, (work + fewest * communication_s * float(minibatch.speeds.min())) / float(minibatch.speeds.sum())
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
+from user_errors import user_error
 
-from odc_mpi.bench.schedule import Runner, TimedMicrobatch, measure
-from odc_mpi.cli import main as cli
+from odc_mpi.bench.schedule import Runner, measure
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
@@ -21,12 +21,6 @@ def test_several_nodes_are_refused():
     """Ranks that sleep there serve nobody."""
     with pytest.raises(AllRanksUserError, match="measures on one node, got 2"):
         measure(SimpleNamespace(num_nodes=2), Scenario(), 1.0)
-
-
-class All(Runner):
-    def microbatches(self, minibatch, plan):
-        for own in plan.microbatches[0]:
-            yield TimedMicrobatch(minibatch.duration_s(0, own), is_dummy=not own)
 
 
 class LateClock:
@@ -45,8 +39,8 @@ class LateClock:
 def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch):
     monkeypatch.setattr("odc_mpi.bench.schedule.time", LateClock())
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
-    trial = SimulatedMinibatch(np.array([1, 2]), np.array([20.0, 30.0]), 10.0, 0.0, np.ones(1))
-    runner = All(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)
+    trial = SimulatedMinibatch(Scenario(overhead_s=10.0), np.array([1, 2]), np.array([20.0, 30.0]), np.ones(1))
+    runner = Runner(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)
     sample = runner.run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
     runner.close()
     assert sample.busy_s == pytest.approx(0.07)
@@ -68,6 +62,4 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     ],
 )
 def test_user_errors_are_one_line(capsys, options, output):
-    assert cli.main(["bench", "schedule", "--ranks", "2", *options.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("odc-mpi: error: ") and output in line
+    assert output in user_error(capsys, "bench", "schedule", "--ranks", 2, *options.split())

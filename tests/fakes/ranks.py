@@ -60,7 +60,7 @@ class KeepingTransport(InPlaceTransport):
 
 
 class LatePool(BufferPool):
-    """Lends buffers full of NaN, and takes none back that an operation still writes."""
+    """Lends buffers full of NaN; takes none back that an operation still writes. Autograd may read released ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,10 @@
-"""Inputs of run directories: damaged checkpoints, manifests sealed again with a valid checksum, metrics and traces."""
+"""Inputs of run directories: damaged checkpoints, and damaged files of metrics."""
 
-import json
 import os
 import resource
-from dataclasses import replace
 
 from case import Case, change, export, mutation, train, write
 from material import TWO_STEPS
-
-from odc_mpi.checkpoint import manifest
 
 FAMILY = "d run directories"
 _NEWEST = "run/checkpoints/step_00000002"
@@ -32,12 +28,6 @@ COMMANDS = {
 _SAME = ("resume", "generate", "export")
 _NESTED = "[" * 100_000
 MANIFESTS = ("", _NESTED, "[]", "\0" * 500, b"\xff{}", "9" * 5000)
-METRICS = (
-    *("", "[]", "null", "{", _NESTED, '{"step": 1}', '{"step": null, "loss": 1}', "\0" * 100, "9" * 5000),
-    *('{"step": 1, "loss": [], "tokens_per_s": [], "step_s": []}', '{"step": "\\ud800", "loss": {}}'),
-    *('{"step": 1, "loss": 1e308, "grad_norm": 1e308}', '{"step": 1e308, "loss": Infinity}'),
-)
-TRACES = ("", "[]", "{}", _NESTED, '{"steps": 1}', '{"steps": [{}]}', "9" * 5000)
 
 
 def cases(rng):
@@ -45,11 +35,6 @@ def cases(rng):
         yield Case(FAMILY, f"{name}: undamaged", argv, codes=(0,), same=name in _SAME, writes=("new", "run"))
     for text in MANIFESTS:
         yield from _all(f"manifest {text[:20]!r}", write(_MANIFEST, text))
-    for name, edit in SEALED.items():
-        yield from _all(f"manifest sealed, {name}", _sealed(edit))
-    for name, edit in CONSISTENT.items():
-        cases_of_all = _all(f"manifest sealed, {name}", _sealed(edit))
-        yield from (replace(case, codes=(0, *case.codes)) for case in cases_of_all)
     # Without a manifest, a checkpoint is unfinished: commands use the one before it.
     yield _case("resume", "manifest missing", lambda directory: (directory / _MANIFEST).unlink())
     for path in CHECKPOINT_FILES[1:]:
@@ -64,11 +49,6 @@ def cases(rng):
             name, apply = mutation(rng)
             argv, _codes = COMMANDS[rng.choice(("report", "resume"))]
             yield Case(FAMILY, f"{argv[0]}, {path}: {name}", argv, change(path, apply), (0, 2), writes=("new", "run"))
-    for text in METRICS:
-        name, argv = f"metrics.jsonl {text[:40]!r}", COMMANDS["report"][0]
-        yield Case(FAMILY, name, argv, write("run/metrics.jsonl", text * 3), (0, 2), writes=("run",))
-    for text in TRACES:
-        yield Case(FAMILY, f"trace.json {text[:30]!r}", COMMANDS["report"][0], write("run/trace.json", text), (0, 2))
     for source in ("", "missing", "notes.txt", "data.h5", "/dev/null", "full", "model", "x" * 300):
         for argv in (
             ("report", source),
@@ -88,7 +68,6 @@ def cases(rng):
             )
     yield from _full_disks()
     yield _case("resume", "rank file cut, two ranks", change(CHECKPOINT_FILES[1], lambda content: content[:2000]), 2)
-    yield _case("resume", "manifest sealed, step a text, two ranks", _sealed(SEALED["step a text"]), 2)
 
 
 def _case(command, name, damage, ranks=0):
@@ -100,41 +79,6 @@ def _case(command, name, damage, ranks=0):
 
 def _all(name, damage):
     return (_case(command, name, damage) for command in COMMANDS)
-
-
-def _sealed(edit):
-    """Damage: edit a manifest, and give it a valid checksum."""
-
-    def damage(directory):
-        path = directory / _MANIFEST
-        body = json.loads(path.read_text())
-        body.pop("checksum")
-        edit(body)
-        path.write_text(json.dumps({**body, "checksum": manifest._checksum(body)}))
-
-    return damage
-
-
-def _first(body):
-    return next(iter(body["tensors"].values()))
-
-
-SEALED = {
-    "no tensors": lambda body: body.update(tensors={}),
-    "ranges beyond the tensor": lambda body: _first(body).update(ranges=[[0, 0, 10**9]]),
-    "ranges reversed": lambda body: _first(body).update(ranges=[[0, 10, 0]]),
-    "dtype unknown": lambda body: _first(body).update(dtype="float3"),
-    "shape huge": lambda body: _first(body).update(shape=[2**40, 2**40]),
-    "step a text": lambda body: body.update(step="2"),
-    "files elsewhere": lambda body: body.update(files={"../x": {"num_bytes": 1, "checksum": 1}}),
-}
-
-
-#: Manifests of other checkpoints, in which `checkpoint verify` cannot see an error.
-CONSISTENT = {
-    "metadata {}": lambda body: body.update(metadata={}),
-    "dtype another": lambda body: _first(body).update(dtype="float64"),
-}
 
 
 def _full_disks():

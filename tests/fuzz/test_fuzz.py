@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from case import Case, prepare, train
+from case import Case, train
 from judge import judge, result
 from runner import Finished
 
@@ -52,10 +52,3 @@ def test_a_selection_has_no_findings():
     words = [sys.executable, str(FUZZ), "--part", "30"]
     finished = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-
-
-def test_commands_of_the_fuzzer_are_those_of_the_command_line():
-    from odc_mpi.cli.main import parse
-
-    assert parse(prepare()).command == "prepare"
-    assert parse(train()).overrides == ["--run.dir", "new"]

@@ -240,14 +240,15 @@ def test_bytes_by_node() -> None:
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, module, PLENTY)
+        take, taken = train.model.traffic.bytes_since_last_call, []
+        train.model.traffic.bytes_since_last_call = lambda: taken.append(take()) or taken[-1]
         train.step(2)
-        for moved in (train.model.traffic.fetched, train.model.traffic.pushed):
-            parts = [[0, 0], [0, 0]]
-            for layout in transport.layouts:
-                for owner in set(range(4)) - {transport.rank}:
-                    start, stop = layout.owned(owner)
-                    parts[owner // 2 == transport.rank // 2][0] += stop - start
-            assert [moved["other_nodes"], moved["same_node"]] == [part[0] * ITEM_BYTES for part in parts]
+        parts = [0, 0]
+        for layout in transport.layouts:
+            for owner in set(range(4)) - {transport.rank}:
+                start, stop = layout.owned(owner)
+                parts[owner // 2 != transport.rank // 2] += (stop - start) * ITEM_BYTES
+        assert taken == [[*parts, *parts]]
 
     run_ranks(4, work, transport=TwoNodes)
 
@@ -325,7 +326,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 @on_ranks(1)
 def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
-    transport.access = access
+    transport.parameters.access = access
     train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
@@ -356,7 +357,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
     train = Train(transport, Stack(2).double(), CacheBytes())
-    transport.access = Access.VIEW if one_sided else Access.COPY
+    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
     assert train.model.cache_bytes == CacheBytes(0, 1 << 30 if one_sided else 0)

@@ -20,14 +20,11 @@ from odc_mpi.simulate.scenario import SimulatedMinibatch
 SMALL = RolloutScenario(ranks=3, per_rank=2, num_minibatches=3, speed_variation=0.2, completions=4)
 
 
-def by_hand(lengths, speeds, ranks=2, completions=2, sequence_s=1.0):
+def by_hand(lengths, speeds):
     """Two ranks with a prompt each; a decode step takes 1 s and 0.5 s a sequence, a sequence 1 s to train."""
-    per_rank = len(lengths) // (ranks * completions)
-    decode = {"completions": completions, "decode_step_s": 1.0, "decode_sequence_s": 0.5}
-    rollouts = RolloutScenario(ranks=ranks, per_rank=per_rank, lengths="equal", cost=CostModel(0.0, 0.0, 0.0), **decode)
-    minibatch = SimulatedMinibatch(
-        np.array(lengths), np.full(len(lengths), sequence_s), 0.0, 0.0, np.array(speeds, dtype=float)
-    )
+    decode = {"completions": 2, "decode_step_s": 1.0, "decode_sequence_s": 0.5}
+    rollouts = RolloutScenario(ranks=2, per_rank=1, lengths="equal", cost=CostModel(0.0, 0.0, 0.0), **decode)
+    minibatch = SimulatedMinibatch(rollouts, np.array(lengths), np.ones(len(lengths)), np.array(speeds, dtype=float))
     return SimulatedRollouts(rollouts, minibatch)
 
 

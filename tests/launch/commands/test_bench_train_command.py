@@ -15,11 +15,10 @@ SLOW = """
 import sys, time
 from odc_mpi.cli import main as cli
 from odc_mpi.bench import train
-class Slow(train.IdleContender):
-    def step(self):
-        time.sleep(90)
-        return super().step()
-train._Contenders._unsharded = lambda self: Slow()
+def slow():
+    time.sleep(90)
+    return train.idle()
+train._Contenders._unsharded = lambda self: slow
 sys.exit(cli.main(sys.argv[1:]))
 """
 

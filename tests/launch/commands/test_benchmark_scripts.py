@@ -31,15 +31,6 @@ def test_load_speed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_progress():
-    result = printed("progress.py", "--sizes", "64,100K", "--push-sizes", "100K,400", "--repeats", 1)
-    assert all(
-        (entry["computed_s"] > 0) == (kind != "idle") for size in result["get"] for kind, entry in size["kinds"].items()
-    )
-    assert [list(size["variants"]) for size in result["reduction"]] == [["put", "accumulate", "mailbox"]] * 2
-    assert len(result["goals"]) == 10
-
-
 @pytest.mark.timeout(240)
 def test_start(config):
     """The median of one phase that does not communicate is that of its seconds with a core for each rank."""

@@ -8,7 +8,7 @@ from torch import nn
 from units import Block, assert_pushed, random_pushes
 
 from odc_mpi.api import decide_for
-from odc_mpi.bench.baselines.collective import CollectiveBaseline
+from odc_mpi.bench.baselines import CollectiveBaseline
 from odc_mpi.comm import collective
 from odc_mpi.comm.factory import collective_transport
 from odc_mpi.errors import UserError
@@ -38,7 +38,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, freeze, c
     for name, parameter in inputs.model.module.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     losses, wanted = expected(config, inputs.dataset, freeze)
-    baseline = CollectiveBaseline(world, config.optim, inputs)
+    baseline = CollectiveBaseline(world, config, inputs)
     parts = world.gather_objects([baseline.step()[0] for _ in range(STEPS)])
     assert [sum(step) for step in zip(*parts, strict=True)] == pytest.approx(losses, rel=1e-5)
     assert_close(baseline.model.state_dict(), wanted)

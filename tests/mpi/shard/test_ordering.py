@@ -9,8 +9,6 @@ from units import Block
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.step_phases import SYNC_POINTS
 
@@ -18,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
 @pytest.fixture(
-    params=[(AccumulateGradientStore, 0), (AccumulateGradientStore, 1), (MailboxGradientStore, 1)],
+    params=[("accumulate", 0), ("accumulate", 1), ("mailbox", 1)],
     ids=["accumulate", "accumulate ahead", "mailbox ahead"],
 )
 def model(world, request):

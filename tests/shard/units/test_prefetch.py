@@ -161,7 +161,7 @@ def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) ->
 def test_no_thread_where_none_is_of_use_or_allowed(
     transport: RecordingTransport, access: Access, threads: bool, prefetch: int
 ) -> None:
-    transport.access, transport.thread_safe = access, threads
+    transport.parameters.access, transport.thread_safe = access, threads
     model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
     for _ in range(2):
         with model.minibatch():

@@ -1,0 +1,195 @@
+"""Baselines for the benchmarks: plain PyTorch, FSDP2 over gloo, and odc_mpi models over MPI collectives.
+
+With FSDP2 and with collectives, all ranks must run the same number of microbatches. A rank with fewer also runs the
+shortest sequence of the minibatch, with zero gradients. No other module initializes `torch.distributed`.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from odc_mpi.api import decide_for, shard_model
+from odc_mpi.data.loader import Loader, Minibatch
+from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.models.token_logps import TokenLogps
+from odc_mpi.runtime.world import World
+from odc_mpi.training.inputs import Inputs, build_model
+from odc_mpi.training.settings import Config
+from odc_mpi.training.update import make_optimizer
+
+HOST = torch.device("cpu")
+
+
+def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
+    """Build the model of a configuration, unsharded and in fp32. Raises `UserError` if the settings are invalid."""
+    meta_model = build_model(config.model, config.run.seed)
+    module = meta_model.module
+    parameters = {}
+    for name, meta in module.named_parameters():
+        # A copy, because a random initialization is cached; in fp32, whatever the dtype in files.
+        values = meta_model.weights.read(name, 0, meta.numel()).view(meta.shape).to(device, torch.float32, copy=True)
+        parameters[id(meta)] = nn.Parameter(values, requires_grad=meta.requires_grad)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(part, name, parameters[id(parameter)])
+    return cast(Any, module).to(device).train()  # moves the buffers, and keeps their dtypes
+
+
+class UnshardedBaseline:
+    """Plain PyTorch in one process, on the CPU or a GPU: the reference for sharded training.
+
+    Trains without communication on all microbatches of `loader`, which no other contender may use. `module` is the
+    model to train on `device`, by default that of `build_unsharded_model`.
+    """
+
+    def __init__(
+        self, config: Config, loader: Loader, device: torch.device = HOST, module: nn.Module | None = None
+    ) -> None:
+        self._max_norm = config.optim.max_grad_norm
+        self._loader = loader
+        self._device = device
+        module = module or build_unsharded_model(config, device)
+        self._token_logps = TokenLogps(module)
+        self._model = self._prepare(module)
+        trainable = [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+        shapes = {name: tuple(parameter.shape) for name, parameter in trainable}
+        self._optimizer = make_optimizer(config.optim, trainable, shapes)
+
+    def step(self) -> tuple[float, int]:
+        """Train on the next minibatch (see `contenders.Contender`)."""
+        minibatch = next(self._loader)
+        loss = self._run(minibatch)
+        if self._max_norm:
+            optimized = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+            nn.utils.clip_grad_norm_(optimized, self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item(), minibatch.num_input_tokens
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _run(self, minibatch: Minibatch) -> torch.Tensor:
+        return run_microbatches(self._token_logps, minibatch, minibatch, device=self._device)
+
+
+class FSDPBaseline(UnshardedBaseline):
+    """FSDP2, which is PyTorch's own sharded training, on CPUs. Use it within `gloo_process_group`.
+
+    Each layer is a parameter group of `fully_shard`, and all other parameters form the root group. Parameters of layers
+    are freed after the forward pass and gathered again for the backward pass, as in ZeRO-3. Construction is collective.
+    """
+
+    def __init__(self, world: World, config: Config, loader: Loader) -> None:
+        self._world = world
+        super().__init__(config, loader)
+
+    @override
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        # Imported late: these imports take a second.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        # The layers are the default units of `shard_model`.
+        mesh = init_device_mesh("cpu", (self._world.size,))
+        units = set(getattr(model, "_no_split_modules", None) or ())
+        for part in model.modules():
+            if type(part).__name__ in units:
+                fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    @override
+    def _run(self, minibatch: Minibatch) -> torch.Tensor:
+        # FSDP averages gradients over ranks; the loss needs their sum.
+        loss = run_microbatches(self._token_logps, minibatch, minibatch, factor=self._world.size)
+        run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)
+        return loss
+
+
+@contextmanager
+def gloo_process_group(world: World) -> Iterator[None]:
+    """Context manager with a gloo process group of all ranks, which must be on one node. Collective.
+
+    The ranks rendezvous through a file in a private directory, and by default communicate over the loopback interface.
+    """
+    assert world.num_nodes == 1, "the loopback interface ends at the node"
+    store = world.gather_objects(tempfile.mkdtemp(prefix="odc_mpi-gloo-") if world.rank == 0 else "")[0]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with world.deadline("setting up gloo"):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}/store",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=world.timeout_s),
+        )
+    # All ranks are connected and no longer need the file. Remove it now: a killed job would leave it behind.
+    world.gather_objects(None)
+    if world.rank == 0:
+        shutil.rmtree(store, ignore_errors=True)
+    yield
+    with world.deadline("closing gloo"):
+        dist.destroy_process_group()
+
+
+class CollectiveBaseline:
+    """An odc_mpi model over MPI collectives (see `comm.collective`), with the communication pattern of FSDP.
+
+    Construction is collective. `close` also closes `inputs`.
+    """
+
+    def __init__(self, world: World, config: Config, inputs: Inputs) -> None:
+        self._max_norm, self._inputs = config.optim.max_grad_norm, inputs
+        decision = decide_for(world, transport="collective")
+        self.model = shard_model(inputs.model.module, world, weights=inputs.model.weights, decision=decision).train()
+        self._token_logps = TokenLogps(self.model.module)
+        named_parameters = self.model.named_shard_parameters()
+        self._optimizer = make_optimizer(config.optim, named_parameters, self.model.parameter_shapes())
+
+    def step(self) -> tuple[float, int]:
+        """Train on the next minibatch (see `contenders.Contender`). Collective."""
+        minibatch = next(self._inputs.sequence_loader)
+        with self.model.minibatch():
+            loss = run_microbatches(self._token_logps, minibatch, minibatch)
+            run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)
+        if self._max_norm:
+            self.model.clip_grad_norm_(self._max_norm)
+        self._optimizer.step()
+        self.model.publish()
+        return loss.item(), minibatch.num_input_tokens
+
+    def close(self) -> None:
+        """Free the memory of the model and close the data sets. Collective."""
+        self.model.close()
+        self._inputs.close()
+
+
+def run_microbatches(
+    token_logps: TokenLogps,
+    minibatch: Minibatch,
+    microbatches: Iterable[Microbatch],
+    factor: float = 1.0,
+    device: torch.device = HOST,
+) -> torch.Tensor:
+    """Run the forward and backward passes of microbatches, and return their contribution to the minibatch's loss.
+
+    The result is a float64 scalar on `device`, which a GPU may not have computed yet. Gradients, but not the result,
+    are multiplied by `factor`. If the model is sharded, both passes communicate.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for microbatch in microbatches:
+        moved = microbatch.to(device)
+        loss = -token_logps(moved.inputs, moved.logit_positions, moved.targets).logps.sum() / minibatch.num_tokens
+        (loss * factor).backward()
+        total += loss.detach()
+    return total
