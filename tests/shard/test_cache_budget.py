@@ -70,9 +70,9 @@ def test_free_memory_is_shared_out() -> None:
     assert auto_cache_bytes(1000, 4, needs) == CacheBytes(100, 25)
     assert auto_cache_bytes(400, 4, needs) == CacheBytes(50, 0)
     assert auto_cache_bytes(-5, 4, needs) == CacheBytes(0, 0)
-    assert auto_cache_bytes(1000, 4, needs, gradients=70) == CacheBytes(55, 70)
-    assert auto_cache_bytes(1000, 4, needs, parameters=7) == CacheBytes(7, 118)
-    assert auto_cache_bytes(0, 4, needs, 7, 8) == CacheBytes(7, 8)
+    assert auto_cache_bytes(1000, 4, needs, ("auto", 70)) == CacheBytes(55, 70)
+    assert auto_cache_bytes(1000, 4, needs, (7, "auto")) == CacheBytes(7, 118)
+    assert auto_cache_bytes(0, 4, needs, (7, 8)) == CacheBytes(7, 8)
 
 
 class PoisoningPool(BufferPool):
