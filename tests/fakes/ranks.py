@@ -19,15 +19,15 @@ TIMEOUT_S = 30.0
 class RecordingTransport(LocalTransport):
     """Writes down every fetch and push with the name of the flat array, in order."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.log: list[tuple[str, str]] = []
+        self.log = []
 
     def names(self, *operations):
         """The arrays of these operations, in order."""
         return [name for operation, name in self.log if operation in operations]
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+    def start_fetch(self, index, buffer):
         self.log.append(("fetch", self.layouts[index].name))
         return super().start_fetch(index, buffer)
 
@@ -54,18 +54,6 @@ class KeepingTransport(InPlaceTransport):
     access = Access.KEEP
 
 
-class PoisoningPool(BufferPool):
-    """Fills buffers with NaN when they are lent and when they come back."""
-
-    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return super().acquire(numel, dtype).fill_(float("nan"))
-
-    def release(self, buffer: torch.Tensor) -> None:
-        with torch.inference_mode():  # it may have been taken there
-            buffer.fill_(float("nan"))
-        super().release(buffer)
-
-
 class LatePool(BufferPool):
     """Lends buffers full of NaN; takes none back that an operation still writes. Autograd may read released ones."""
 
@@ -87,9 +75,10 @@ class LateTransport(RecordingTransport):
     """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed."""
 
     fetch_s = push_s = 0.001
+    make_pool: type[BufferPool] = LatePool
 
     def reserve(self, plan):
-        self.parameters.buffers = LatePool()
+        self.parameters.buffers = self.make_pool()
         self._between_a_and_b = True
         super().reserve(plan)
 
