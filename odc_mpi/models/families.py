@@ -48,11 +48,6 @@ class Packing:
         """True if the model trains on packed sequences."""
         return self.unpacked_reason is None
 
-    def startup_lines(self) -> dict[str, str]:
-        """Return the lines, if any, that report this decision at the start of a run, keyed by label."""
-        lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
-        return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
-
 
 def build_for_training(
     build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str

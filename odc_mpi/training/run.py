@@ -130,7 +130,10 @@ def train(
         trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop, islands))
         trainer.callbacks.insert(0, StartReport(world, start_times, trainer.model.spans))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
-        tracker_callback = _build_tracker_callback(config, world)
+        trackers = (config.run.report_to or ()) if world.rank == 0 else ()
+        # At the end, the other ranks wait for rank 0.
+        finish_s, settings = min(FINISH_S, world.timeout_s / 2), flatten_config(asdict(config))
+        tracker_callback = TrackerCallback(trackers, Path(config.run.dir), settings, finish_s)
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
         outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
@@ -337,13 +340,6 @@ def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, mode
     if config.run.objective == "sft" and config.model.param_dtype == "bfloat16":
         flops = training_flops(inputs.model, numel(model, True) / numel(model))
     return ThroughputMetrics(world.size, model.device, steps_per_epoch(config, len(inputs.dataset)), flops)
-
-
-def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
-    names = config.run.report_to if world.rank == 0 else None
-    # The other ranks wait for rank 0 at the end.
-    finish_s = min(FINISH_S, world.timeout_s / 2)
-    return TrackerCallback(names or (), Path(config.run.dir), flatten_config(asdict(config)), finish_s)
 
 
 def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:
