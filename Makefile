@@ -12,7 +12,7 @@
 # make wheels DIR=... FOR_PYTHON=3.12   download the packages that a machine without a registry lacks, for WHEELS=DIR
 # make soak   long tests: pushes and fetches against exact sums, random faults on two hosts (root), a time limit, exact
 #             runs, also killed and resumed: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
-# make fuzz   bad input and damaged files for all commands: a table of tracebacks, hangs, wrong exit codes, lost files and
+# make fuzz   bad input and damaged files for all commands: numbers of tracebacks, hangs, wrong exit codes, lost files and
 #             silently wrong results; SEED=1: other random inputs
 # make docs   the manual with its generated reference as a site: build/manual/site
 # make dist   wheel and sdist of this version, in dist/

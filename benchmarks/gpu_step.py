@@ -36,11 +36,12 @@ from odc_mpi.observe.timing import peak_flops
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import open_inputs, training_flops
-from odc_mpi.training.loop import Trainer, make_optimizer
+from odc_mpi.training.loop import Trainer
 from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.run_info import numel
 from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, load
+from odc_mpi.training.update import make_optimizer
 
 PLAIN, HOST, DEVICE, COPIES = "plain", "host_windows", "device_windows", "device_copies"
 #: Settings of odc_mpi in the section `comm`, by contender.

@@ -150,19 +150,12 @@ def test_the_rules_see_a_breach(tmp_path):
     assert not is_in("comm.windows.rma", MAY_SEE["shard"])
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
-def test_folders_are_small(folder):
-    assert num_files(folder) <= MAX_FILES
-    assert (folder / "__init__.py").is_file()
-
-
-def test_folders_of_tests_are_small():
-    sizes = {folder: num_files(folder) for folder in {path.parent for path in TESTS.rglob("*.py")}}
-    assert {folder: num for folder, num in sizes.items() if num > MAX_FILES + 1} == {}
-
-
-def num_files(folder):
-    return len([path for path in folder.glob("*.py") if path.name not in ("__init__.py", "conftest.py")])
+def test_folders_are_small():
+    for root, limit in ((PACKAGE, MAX_FILES), (TESTS, MAX_FILES + 1)):
+        names = ("__init__.py", "conftest.py")
+        sizes = Counter(path.parent for path in root.rglob("*.py") if path.name not in names)
+        assert {folder: size for folder, size in sizes.items() if size > limit} == {}
+    assert [path for path in MODULES if not (path.parent / "__init__.py").is_file()] == []
 
 
 def test_names_of_tests_are_unique():

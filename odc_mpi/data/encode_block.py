@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,18 @@ _AHEAD = 4  # blocks per process that are submitted before the result of the fir
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Options of `PrepareOptions` for long sequences, held-out sequences and conversations."""
+    """The fields of `PrepareOptions` that concern long sequences, held-out sequences and conversations."""
 
-    max_length: int | None = None
-    overlong: Literal["truncate", "drop", "split"] = "truncate"
-    eval_fraction: float = 0.0
-    split_turns: SplitTurns = "auto"
+    max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
+    overlong: Annotated[
+        Literal["truncate", "drop", "split"],
+        "treatment of longer sequences; split: plain text only, into consecutive sequences",
+    ] = "truncate"
+    eval_fraction: Annotated[float, "fraction to hold out in NAME.eval.h5, e.g. 0.02", "F"] = 0.0
+    split_turns: Annotated[
+        SplitTurns,
+        "write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
+    ] = "auto"
 
 
 @dataclass

@@ -30,7 +30,6 @@ from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.sources import DataSource, find_sources, mix
-from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
@@ -52,7 +51,7 @@ _MAX_PROCESSES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
+class PrepareOptions(SequenceFilter):
     """Options for `prepare`, each with its help text for the command line and, if necessary, a name for its value.
 
     For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `arrow.load` (`split`)
@@ -64,17 +63,7 @@ class PrepareOptions:
         Path | None, "directory, name on the hub, or data set; default: train a tokenizer", "DIR|NAME|DATA.h5"
     ] = None
     chat_template: Annotated[Path | None, "Jinja template that replaces that of the tokenizer", "FILE"] = None
-    split_turns: Annotated[
-        SplitTurns,
-        "write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
-    ] = "auto"
-    max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
-    overlong: Annotated[
-        Literal["truncate", "drop", "split"],
-        "treatment of longer sequences; split: plain text only, into consecutive sequences",
-    ] = "truncate"
     bad_lines: Annotated[Literal["error", "skip"], "treatment of invalid lines"] = "error"
-    eval_fraction: Annotated[float, "fraction to hold out in NAME.eval.h5, e.g. 0.02", "F"] = 0.0
     columns: Annotated[Mapping[str, str], "names of the fields in SOURCE", "FIELD=NAME,..."] = field(
         default_factory=dict
     )
@@ -208,7 +197,6 @@ def _write(
     options, begin = plan.options, time.monotonic()
     little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
-    sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction, options.split_turns)
     shares = [[source.name, 0, 0] for source in plan.sources]
     report = plan.report({"vocab_size": len(tokenizer), "shares": shares}, num_proc=num_proc)
     kinds: dict[bool, str] = {}
@@ -224,11 +212,9 @@ def _write(
         blocks = reader.blocks("tokenizing", lambda: sum(writer.num_tokens for writer in writers))
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
-            results = (
-                (index, encode_block(tokenizer, sequence_filter, block, columns)) for index, block, columns in blocks
-            )
+            results = ((index, encode_block(tokenizer, options, block, columns)) for index, block, columns in blocks)
         else:
-            results = stack.enter_context(closing(encode_blocks(blocks, files, sequence_filter, num_proc)))
+            results = stack.enter_context(closing(encode_blocks(blocks, files, options, num_proc)))
         for index, result in results:
             if result.counts.bad_lines:
                 _check_skipped(result.counts.bad_lines[0], options)

@@ -98,7 +98,7 @@ class DataSource:
         elif not self.files:
             for begin in range(0, len(self._samples), _BLOCK_SAMPLES):
                 records = [each._asdict() for each in self._samples[begin : begin + _BLOCK_SAMPLES]]
-                yield Block(STDLIB, "function", list(range(begin + 1, begin + len(records) + 1)), records)
+                yield Block(STDLIB, "function", list(enumerate(records, begin + 1)))
         else:
             for file in self.files:
                 yield from (arrow.read_parquet if _is_parquet(file) else text_files.read_records)(file, on_bytes_read)

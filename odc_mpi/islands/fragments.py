@@ -23,8 +23,8 @@ class Fragment:
     """A rank's part of a fragment.
 
     Attributes:
-        parts: For each slice that overlaps the fragment: the index of the slice, the range of its elements, and the
-            range of these elements in the flat buffer of the fragment.
+        parts: For each of the rank's slices that overlaps the fragment: the index of the slice, the overlapping range
+            of its elements, and the range that they have in the flat buffer of the fragment.
         num_elements: Size of the flat buffer, a multiple of 32.
     """
 
@@ -57,8 +57,8 @@ class Fragment:
 def make_fragments(slices: Sequence[tuple[int, int, int]], num_fragments: int) -> list[Fragment]:
     """Cut the parameters into fragments of nearly equal size, and return this rank's part of each.
 
-    `slices` describes this rank's slice of each trainable parameter, in the same order on all ranks: the number of
-    elements of the parameter, and the first and the last element of the slice, plus 1. A slice may be empty.
+    `slices` has `(numel, start, stop)` for each trainable parameter, in the same order on all ranks: this rank has the
+    elements `[start, stop)` of the flattened parameter, which has `numel` elements. A slice may be empty.
     """
     bases = list(itertools.accumulate((_align(numel) for numel, _, _ in slices), initial=0))
     num_blocks = bases[-1] // BLOCK_NUMEL

@@ -6,9 +6,9 @@ which one is right, only which one left the range of both. It is no protection a
 `ChangeRule` is that of SelSync (arXiv 2307.07950; code: https://github.com/sahiltyagi4/SelSync at f6910a7). With E the
 mean of an island's latest gradient norms, the islands synchronize after a step in which E changes by `threshold` or
 more, as a fraction of its former value, on any island. As in that code, E is the mean of the last 25 norms, in which
-each norm weighs 0.99 times as much as its successor, and the first steps synchronize. Different from that code, E
-exists from the first norm on, the change of the latest step counts instead of the mean of the last 25 changes, and
-norms that are not finite are ignored.
+each norm weighs 0.99 times as much as its successor, and the first steps synchronize. Unlike in that code, E exists
+from the first norm on, the change in the latest step counts instead of the mean of the last 25 changes, and norms that
+are not finite are ignored.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import Any
 
 from odc_mpi.errors import TrainingError
 
-#: Synchronizations of a fragment before norms are compared with their mean.
+#: Number of synchronizations of a fragment before norms are compared with their mean.
 WARM_UP = 10
 #: Weight of the latest norms in the exponential mean.
 _MEAN_WEIGHT = 0.1
@@ -34,7 +34,7 @@ class NormWatch:
 
     For each fragment, there is an exponential moving average of the accepted norms of all islands. Contributions with a
     norm that is not finite or, after 10 synchronizations of the fragment, above the limit are left out. If this applies
-    to all islands, finite norms are accepted. Ranks that pass the same norms decide the same.
+    to all islands, those with finite norms are accepted. Ranks that pass the same norms decide the same.
 
     Args:
         limit: Largest norm that is accepted, as a multiple of the mean. 0 accepts all finite norms.

@@ -30,13 +30,12 @@ class OuterOptimizer:
     Args:
         slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
         local_share: `apply` sets local parameters to `local_share * local + (1 - local_share) * outer`.
-        error_feedback: True to add what encoding has lost from a difference to the next one of the fragment.
+        error_feedback: True to add the rounding errors of an encoded difference to the next one of the fragment.
 
     Attributes:
-        outer: Outer parameters, fp32, with the shapes of the slices.
-        velocities: Momentum, fp32, with the shapes of the slices.
+        outer, velocities: Outer parameters and momentum, fp32, shaped like the slices.
         message_bytes: Size of the encoded difference of each fragment, in bytes.
-        residuals: What encoding has lost, fp32, with the shapes of the slices, or None without error feedback.
+        residuals: Rounding errors of the last differences, fp32, shaped like the slices; None without error feedback.
     """
 
     def __init__(

@@ -133,8 +133,8 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 def significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a `full_configuration` that affect the output of the model, keyed by dotted name."""
-    return {
-        key: value
-        for key, value in flatten_config(config).items()
-        if _INCIDENTAL.isdisjoint(key.split(".")) and "._attn_implementation" not in f".{key}"
-    }
+
+    def is_significant(name: str) -> bool:
+        return name not in _INCIDENTAL and not name.startswith("_attn_implementation")
+
+    return {key: value for key, value in flatten_config(config).items() if all(map(is_significant, key.split(".")))}

@@ -29,8 +29,7 @@ from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_p
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads import REWARD, task_of
 from odc_mpi.models.load import load_base, load_checkpoint
-from odc_mpi.models.weights.conversion import published_tensors
-from odc_mpi.models.weights.placed_tensor import PlacedTensor
+from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
 

@@ -13,6 +13,7 @@ single rank with a GPU, gradients are accumulated in the shard itself.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -116,6 +117,7 @@ class GradientPusher:
                 array, range_ = unit.ranges[name]
                 arrays.setdefault(array, []).append((range_.start, gradient))
         for array, segments in arrays.items():
+            segments.sort(key=itemgetter(0))
             if unit.indices[array] in self._finished:
                 raise RuntimeError(
                     "expected no backward after the one announced by set_is_last_backward(), got gradients of unit "

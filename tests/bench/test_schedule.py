@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
+from user_errors import user_error
 
 from odc_mpi.bench.schedule import Runner, measure
-from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
@@ -62,6 +62,4 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     ],
 )
 def test_user_errors_are_one_line(capsys, options, output):
-    assert cli.main(["bench", "schedule", "--ranks", "2", *options.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("odc-mpi: error: ") and output in line
+    assert output in user_error(capsys, "bench", "schedule", "--ranks", 2, *options.split())

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import re
 import threading
 import weakref
 from dataclasses import replace
@@ -101,40 +102,40 @@ def test_complete_only_when_all_have_reported(tmp_path, monkeypatch):
     assert ranks.warnings == []
 
 
-def test_one_rank_cannot_write(tmp_path, monkeypatch):
-    ranks, write = Ranks(tmp_path, 3), savers.write_shard
+@pytest.mark.parametrize(
+    ("module", "name", "loses", "reason"),
+    [
+        (savers, "write_shard", False, "rank 1 could not write"),
+        (savers, "write_shard", True, "rank 0 does not see the file .* on a file system that all nodes share"),
+        (publish, "write_index", False, "No space left on device"),
+        (publish, "write_manifest", False, "No space left on device"),
+    ],
+    ids=["rank 1", "lost file", "index", "manifest"],
+)
+def test_nothing_is_left_of_a_checkpoint_that_fails(tmp_path, monkeypatch, module, name, loses, reason):
+    ranks, write = Ranks(tmp_path, 3), getattr(module, name)
+    ranks.save(1)
 
-    def full(path, *rest):
-        if path.name == shard_name(2, 1):
+    def fail(path, *rest):
+        if not loses and (module is publish or path.name == shard_name(2, 1)):
             raise OSError(28, "No space left on device")
-        return write(path, *rest)
+        record = write(path, *rest)
+        if path.name == shard_name(2, 1):
+            path.unlink()
+        return record
 
-    ranks.save(1)
-    monkeypatch.setattr(savers, "write_shard", full)
-    ranks.start(2)
-    ranks.wait()
-    assert ranks.warnings == ["rank 1 could not write its part of the checkpoint of step 2: No space left on device"]
-    ranks.boundary()
-    assert "WARNING: checkpoint of step 2 not saved" in ranks.warnings[1]
-    assert ranks.steps() == [1]
-    assert not list(tmp_path.glob(".*")), "the half-written one is gone"
+    monkeypatch.setattr(module, name, fail)
+    ranks.save(2)
+    if reason.startswith("rank 1"):
+        assert (
+            ranks.warnings[0] == "rank 1 could not write its part of the checkpoint of step 2: No space left on device"
+        )
+    assert re.search(f"WARNING: checkpoint of step 2 not saved: {reason}", ranks.warnings[-1])
+    assert ranks.steps() == [1] and not list(tmp_path.glob(".*"))
     assert (ranks.savers[0].num_saved, ranks.savers[0].num_failed, ranks.savers[0].last_failed) == (1, 1, True)
-    monkeypatch.setattr(savers, "write_shard", write)
+    monkeypatch.undo()
     ranks.save(3)
-    assert ranks.steps() == [1, 3]
-    assert not ranks.savers[0].last_failed
-
-
-@pytest.mark.parametrize("which", ["write_index", "write_manifest"])
-def test_rank_0_cannot_publish(tmp_path, monkeypatch, which):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(publish, which, full)
-    ranks = Ranks(tmp_path, 2)
-    ranks.save(1)
-    assert ranks.steps() == [] and not list(tmp_path.iterdir())
-    assert "No space left on device" in ranks.warnings[0]
+    assert ranks.steps() == [1, 3] and not ranks.savers[0].last_failed
 
 
 def test_the_index_of_many_ranks_is_written_on_request(tmp_path, monkeypatch):
@@ -157,16 +158,6 @@ def test_the_index_of_many_ranks_is_written_on_request(tmp_path, monkeypatch):
     assert verify(two.directory)[1] == 1
     index_line(two.directory)
     assert verify(two.directory)[1] == 0, "written again with the same checksum"
-
-
-def test_files_that_rank_0_does_not_see(tmp_path):
-    ranks = Ranks(tmp_path, 2)
-    ranks.start(1)
-    ranks.wait()
-    (tmp_path / ".step_00000001.t" / shard_name(1, 1)).unlink()
-    ranks.boundary()
-    assert "file system that all nodes share" in ranks.warnings[0]
-    assert ranks.steps() == []
 
 
 def test_old_ones_go(tmp_path):

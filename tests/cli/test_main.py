@@ -11,6 +11,7 @@ import pytest
 import transformers
 import yaml
 from small_run import MODEL, write_sequences
+from user_errors import user_error
 
 from odc_mpi.cli import main as cli
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
@@ -51,12 +52,8 @@ def config(tmp_path):
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )
 def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
-    assert cli.main(["train", "--config", str(config), *arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1, errors
-    assert errors[0].startswith("odc-mpi: error: ")
-    for word in words:
-        assert word in errors[0]
+    line = user_error(capsys, "train", "--config", config, *arguments)
+    assert [word for word in words if word not in line] == []
     assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
 
 
@@ -73,28 +70,19 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
         (["prepare", "/nowhere.jsonl", "--out", "out.h5"], ["/nowhere.jsonl"]),
         (["prepare", "stdlib", "--out", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "--out", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
-        (["prepare", "stdlib", "--out", "out.h5", "--colour"], ["--colour"]),
         (["bench"], ["BENCHMARK"]),
         (["bench", "transprot"], ["transprot", "transport"]),
-        (["bench", "transport", "--sizes", "1.5M"], ["--sizes", "1.5M", "64K,1M,256M"]),
         (["bench", "transport", "--ranks", "0"], ["--ranks", "'0'"]),
-        (["bench", "transport", "--repeats", "many"], ["--repeats", "'many'"]),
         (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
         (["bench", "train", "--steps", "0"], ["--steps: expected an integer above 0"]),
         (["bench", "train", "--repeats", "1" + 20 * "0"], ["--repeats: expected an integer above 0, at most"]),
-        (["bench", "train", "--ranks", "100000"], ["--ranks 100000: expected at most"]),
         (["bench", "transport", "--size", "1M"], ["--size"]),
-        (["bench", "transport", "more"], ["more"]),
-        (["doctor", "--colour"], ["--colour"]),
     ],
 )
 def test_user_errors_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1, errors
-    for word in words:
-        assert word in errors[0]
+    line = user_error(capsys, *arguments)
+    assert [word for word in words if word not in line] == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,18 +185,6 @@ def test_settings_from_a_pipe(config, tmp_path):
     os.close(writer)
     assert cli.main(["train", "--config", f"/dev/fd/{reader}", "--run.steps", "1"]) == 0
     os.close(reader)
-
-
-def test_a_model_directory_with_damaged_weights(config, tmp_path, capsys):
-    path, data, run_dir = tmp_path / "model", tmp_path / "data.h5", tmp_path / "run"
-    model_config = transformers.AutoConfig.for_model(**QWEN2)
-    transformers.AutoModelForCausalLM.from_config(model_config).save_pretrained(path)
-    (path / "model.safetensors").write_bytes(b"no weights")
-    capsys.readouterr()
-    assert cli.main(["train", "--model.path", str(path), "--data.path", str(data), "--run.dir", str(run_dir)]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert all(words in error for words in ("model.path", "not a complete", "model.safetensors"))
-    assert not run_dir.exists()
 
 
 def test_no_mpi_library(config):

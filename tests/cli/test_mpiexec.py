@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from processes import is_running
 
+from odc_mpi.cli import main as cli
 from odc_mpi.cli import mpiexec as launch
 from odc_mpi.errors import UserError
 
@@ -126,3 +127,13 @@ def test_an_interrupt_while_mpiexec_starts_ends_it(mpiexec, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         launch.run(2, [], timeout_s=60)
     assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_ranks_that_take_too_long(monkeypatch, capsys):
+    def late(*_, **__):
+        raise TimeoutError("2 ranks did not end within 1 s: raise --timeout-s")
+
+    monkeypatch.setattr(launch, "run", late)
+    assert cli.main(["bench", "transport"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1] == "odc-mpi: error: 2 ranks did not end within 1 s: raise --timeout-s"

@@ -1,8 +1,6 @@
 """Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -37,21 +35,16 @@ CONVERSATIONS = {
 }
 
 
-@pytest.fixture
-def published(tokenizer: Any) -> Callable[..., Any]:
-    return partial(with_published_template, tokenizer)
-
-
 def trained_text(tokenizer: Any, encoded: list[Encoded]) -> str:
     return "".join(tokenizer.decode(each.tokens[each.loss_mask], skip_special_tokens=False) for each in encoded)
 
 
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
-def test_published_templates_train_each_answer_once_and_nothing_of_the_user(published: Callable[..., Any]) -> None:
+def test_published_templates_train_each_answer_once_and_nothing_of_the_user(tokenizer: Any) -> None:
     assert len(TEXT_TEMPLATES) >= 34
-    split, omitted, refused = {}, set(), {}
+    plain, split, omitted, refused = tokenizer, {}, set(), {}
     for name in TEXT_TEMPLATES:
-        tokenizer = published(name)
+        tokenizer = with_published_template(plain, name)
         for case, chat in CONVERSATIONS.items():
             try:
                 [encoded] = encode(tokenizer, [chat])
@@ -59,8 +52,8 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
                 refused.setdefault(name, {})[case] = str(error)
                 continue
             text = trained_text(tokenizer, encoded)
-            answers = [message["content"] for message in chat.messages if message["role"] == "assistant"]
-            assert [text.count(answer) for answer in filter(None, answers)] == [1] * len(list(filter(None, answers)))
+            answers = [each["content"] for each in chat.messages if each["role"] == "assistant" and each["content"]]
+            assert [text.count(answer) for answer in answers] == [1] * len(answers)
             assert text.count("zebra") == (case == "tools"), (name, case)
             assert "User" not in text and "Be brief" not in text, (name, case)
             if case == "three" and len(encoded) > 1:
@@ -72,24 +65,21 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
     assert not omitted - {name for name in omitted if name.startswith(("deepseek", "nemotron", "qwen3_5_nothink"))}
     assert set(refused) == NO_TOOLS and all(set(cases) <= {"tools", "system"} for cases in refused.values())
     assert {name for name, cases in refused.items() if "system" in cases} == {"gemma"}
-    assert all(
-        "rejects the messages (" in text or "--chat-template FILE" in text
-        for cases in refused.values()
-        for text in cases.values()
-    )
+    texts = [text for cases in refused.values() for text in cases.values()]
+    assert all("rejects the messages (" in text or "--chat-template FILE" in text for text in texts)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
-def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(published: Callable[..., Any]) -> None:
+def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(tokenizer: Any) -> None:
     """Marks may begin in the generation prompt, and may include white space after the end-of-turn token.
 
     With tools, those of diffusion_gemma leave out <|tool_response>, at which it stops.
     """
     names, other = [name for name in TEXT_TEMPLATES if f"{name}_training" in PATHS], set()
     for name in names:
-        plain = published(name)
-        marked = published(f"{name}_training", special_of=name)
+        plain = with_published_template(tokenizer, name)
+        marked = with_published_template(tokenizer, f"{name}_training", special_of=name)
         for case, chat in CONVERSATIONS.items():
             if (name, case) == ("gemma", "system") or (case == "tools" and name in NO_TOOLS | {"diffusion_gemma"}):
                 continue

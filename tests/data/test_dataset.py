@@ -236,18 +236,12 @@ def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
         replace("offsets", np.array([], dtype=np.int64)),
         replace("num_trained_tokens", np.array([1], dtype=np.int32)),
         replace("checksums", np.array([1, 2], dtype=np.uint32)),
-        link(h5py.SoftLink("/others")),
-        link(h5py.SoftLink("/tokens")),
-        link(h5py.ExternalLink("other.h5", "/tokens")),
+        *map(link, (h5py.SoftLink("/others"), h5py.SoftLink("/tokens"), h5py.ExternalLink("other.h5", "/tokens"))),
         virtual,
         grow,
-        set_attribute("content", np.bytes_(b"0" * 64)),
-        set_attribute("content", [1, 2]),
-        set_attribute("version", [2, 2]),
-        set_attribute("vocab_size", "many"),
-        set_attribute("vocab_size", float("nan")),
-        set_attribute("max_token_id", [1, 2]),
-        set_attribute("vocabulary", 1),
+        *(set_attribute("content", value) for value in (np.bytes_(b"0" * 64), [1, 2])),
+        *(set_attribute("vocab_size", value) for value in ("many", float("nan"))),
+        *(set_attribute(name, [2, 2]) for name in ("version", "max_token_id", "vocabulary")),
         lambda file: file.attrs.__delitem__("vocab_size"),
     ],
 )
@@ -317,8 +311,8 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: 
     assert f"12 {'pairs' if seed % 2 else 'sequences'}" in verify_dataset(path)
     content, expected, num_refused = path.read_bytes(), everything(path), 0
     positions = list(rng.choice(len(content), 200, replace=False))
-    for name in PairCounts._fields if seed % 2 else ():
-        with h5py.File(path) as file:
+    with h5py.File(path) as file:
+        for name in PairCounts._fields if seed % 2 else ():
             positions += list(file[name].id.get_chunk_info(0).byte_offset + rng.choice(12 * 4, 5, replace=False))
     for position in positions:
         flipped = bytearray(content)

@@ -24,19 +24,13 @@ CHAT = [
 
 def trained_runs(tokenizer: Any, encoded: Encoded) -> list[str]:
     """Decode each run of trained tokens, exactly."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask, [0]])))
-    return [
-        tokenizer.decode(encoded.tokens[a:b], skip_special_tokens=False)
-        for a, b in zip(edges[::2], edges[1::2], strict=True)
-    ]
+    runs = np.split(np.arange(len(encoded.tokens)), 1 + np.flatnonzero(np.diff(encoded.loss_mask)))
+    return [tokenizer.decode(encoded.tokens[run]) for run in runs if encoded.loss_mask[run[0]]]
 
 
 def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
-    pairs = [
-        PromptCompletion("", "What is ä?\n", "A letter."),
-        PromptCompletion("", "", "Only text"),
-        PromptCompletion("", "p", " "),
-    ]
+    texts = (("What is ä?\n", "A letter."), ("", "Only text"), ("p", " "))
+    pairs = [PromptCompletion("", prompt, completion) for prompt, completion in texts]
     for pair, [encoded] in zip(pairs, encode(tokenizer, pairs), strict=True):
         assert encoded.tokens.dtype == np.uint32 and encoded.loss_mask.dtype == np.bool_
         assert tokenizer.decode(encoded.tokens) == pair.prompt + pair.completion + "<|endoftext|>"

@@ -71,15 +71,15 @@ class PoisoningPool(BufferPool):
         super().release(buffer)
 
 
-class LatePool(PoisoningPool):
-    """Takes no buffer back that an operation still writes."""
+class LatePool(BufferPool):
+    """Lends buffers full of NaN; takes none back that an operation still writes. Autograd may read released ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_the_way: set[int] = set()
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = super().acquire(numel, dtype)
+        buffer = super().acquire(numel, dtype).fill_(float("nan"))
         self.on_the_way.add(buffer.untyped_storage().data_ptr())
         return buffer
 

@@ -64,7 +64,7 @@ def main():
                     print(textwrap.indent(finished.out + finished.err, "    "), flush=True)
     finally:
         shutil.rmtree(work)
-    return _print(CASES, rows, time.monotonic() - began)
+    return _print(rows, time.monotonic() - began)
 
 
 def _make_undamaged(directory, context):
@@ -106,18 +106,11 @@ def _judged(case, undamaged, directory):
         return judge(case, finished, before, snapshot(directory), EXPECTED.get(case.argv), got), finished, got
 
 
-def _print(cases, rows, seconds):
-    inputs, counts = Counter(case.family for case in cases), Counter()
-    for index, found in rows.items():
-        counts.update({(cases[index].family, text[0]) for text in found})
-    print(f"\n{'family':30}{'inputs':>8}" + "".join(f"{letter:>6}" for letter in [*SEVERITIES, "M"]))
-    for family, number in inputs.items():
-        print(f"{family:30}{number:8}" + "".join(f"{counts[family, letter]:6}" for letter in [*SEVERITIES, "M"]))
-    totals = {letter: sum(counts[family, letter] for family in inputs) for letter in SEVERITIES}
-    print(f"{seconds:.0f} s; M: messages of more than one line")
-    named = ", ".join(f"{totals[letter]} {SEVERITIES[letter]}" for letter in SEVERITIES)
-    print(f"{len(cases)} inputs, {named}")
-    return 1 if any(totals.values()) else 0
+def _print(rows, seconds):
+    counts = Counter(text[0] for found in rows.values() for text in found)
+    named = ", ".join(f"{counts[letter]} {SEVERITIES[letter]}" for letter in SEVERITIES)
+    print(f"{len(rows)} inputs in {seconds:.0f} s, {counts['M']} messages of more than one line, {named}")
+    return 1 if any(counts[letter] for letter in SEVERITIES) else 0
 
 
 if __name__ == "__main__":

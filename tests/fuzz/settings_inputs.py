@@ -6,7 +6,6 @@ import struct
 from operator import itemgetter
 
 from case import Case, change, mutation, train, write
-from material import MODEL
 
 from odc_mpi.training import settings
 
@@ -96,22 +95,17 @@ def _odd_files(directory):
 
 
 def _directories(rng):
+    """Model directories. Other configurations, indexes and tensors are refused one by one in tests/models."""
     argv = train("--model.config", "null", "--model.path", "model")
     damages = {
         "undamaged": lambda directory: None,
         "missing": lambda directory: (directory / "model").rename(directory / "other"),
-        "no config": lambda directory: (directory / _CONFIG).unlink(),
-        "no weights": lambda directory: (directory / _WEIGHTS).unlink(),
-        **{f"config {text[:20]}": write(_CONFIG, text) for text in ("", "[]", "1", "{}", "{", "[" * 100_000)},
         "config is a folder": lambda directory: ((directory / _CONFIG).unlink(), (directory / _CONFIG).mkdir()),
         "weights are a folder": lambda directory: ((directory / _WEIGHTS).unlink(), (directory / _WEIGHTS).mkdir()),
         "weights are a link to themselves": _looped,
-        "weights of another model": write(_CONFIG, json.dumps({**MODEL, "hidden_size": 32})),
-        "weights with fewer layers": write(_CONFIG, json.dumps({**MODEL, "num_hidden_layers": 3})),
         **{f"header of {size}": change(_WEIGHTS, _length(size)) for size in (0, 1, 8, 1 << 20, 1 << 60, (1 << 64) - 1)},
         **{f"header {text[:20]}": change(_WEIGHTS, _header(text)) for text in ("", "[]", "1", "{", "{}", "[" * 90_000)},
         **{f"cut at {size}": change(_WEIGHTS, itemgetter(slice(size))) for size in (0, 4, 8, 100, 2000)},
-        **{f"index {text[:30]}": _index(text) for text in INDEXES},
     }
     for name, damage in damages.items():
         codes = (0,) if name == "undamaged" else RIGHT
@@ -123,20 +117,6 @@ def _directories(rng):
         name, apply = mutation(rng)
         early = lambda content, apply=apply: apply(content[:1200]) + content[1200:]  # noqa: E731 - the header
         yield Case(FAMILY, f"model header: {name}", argv, change(_WEIGHTS, early), RIGHT)
-
-
-INDEXES = (
-    *("", "[]", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": "missing.safetensors"}}'),
-    *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": "\\ud800"}}'),
-)
-
-
-def _index(text):
-    def damage(directory):
-        (directory / _WEIGHTS).rename(directory / "model" / "part.safetensors")
-        (directory / "model" / "model.safetensors.index.json").write_text(text)
-
-    return damage
 
 
 def _looped(directory):

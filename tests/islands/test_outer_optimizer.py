@@ -7,10 +7,15 @@ from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.outer_optimizer import OuterOptimizer, normalized
 
-FLOAT32 = make_encoding("float32")
+
+def optimizer_of(parameter, wire="float32", **options):
+    """The outer optimizer of one parameter in one fragment."""
+    numel = parameter.numel()
+    options = {"learning_rate": 1.0, "momentum": 0.0} | options
+    return OuterOptimizer([parameter], make_fragments([(numel, 0, numel)], 1), make_encoding(wire), **options)
 
 
-def train_scalars(steps, *, delay, local_share, wire=FLOAT32):
+def train_scalars(steps, *, delay, local_share):
     """Two parameters, each a fragment: both begin at 1, and each step of two equal islands subtracts 2.
 
     Returns both after each step. The numbers are those of torchft's regression tests.
@@ -18,7 +23,7 @@ def train_scalars(steps, *, delay, local_share, wire=FLOAT32):
     layers = [torch.nn.Parameter(torch.ones(32)) for _ in range(2)]
     fragments = make_fragments([(32, 0, 32)] * 2, 2)
     options = {"learning_rate": 2.0, "momentum": 0.0, "local_share": local_share}
-    optimizer, schedule = OuterOptimizer(layers, fragments, wire, **options), Schedule(6, 2, delay)
+    optimizer, schedule = OuterOptimizer(layers, fragments, make_encoding("float32"), **options), Schedule(6, 2, delay)
     sent, values = {}, []
     for step in range(1, steps + 1):
         for layer in layers:
@@ -46,7 +51,7 @@ def test_outer_steps_are_those_of_torchft(delay, local_share, third, sixth):
 def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum(momentum):
     torch.manual_seed(0)
     local = torch.nn.Parameter(torch.randn(64))
-    ours = OuterOptimizer([local], make_fragments([(64, 0, 64)], 1), FLOAT32, learning_rate=0.7, momentum=momentum)
+    ours = optimizer_of(local, learning_rate=0.7, momentum=momentum)
     outer = torch.nn.Parameter(local.detach().clone())
     theirs = torch.optim.SGD([outer], lr=0.7, momentum=momentum, nesterov=momentum > 0)
     for _ in range(5):
@@ -91,10 +96,7 @@ def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
     sums = {}
     for feedback in (False, True):
         local = torch.nn.Parameter(torch.zeros(32))
-        encoding = make_encoding("e3m0")
-        fragments = make_fragments([(32, 0, 32)], 1)
-        options = {"learning_rate": 1.0, "momentum": 0.0, "error_feedback": feedback}
-        optimizer, arrived = OuterOptimizer([local], fragments, encoding, **options), torch.zeros(32)
+        optimizer, arrived = optimizer_of(local, "e3m0", error_feedback=feedback), torch.zeros(32)
         change = torch.linspace(0.1, 1.0, 32)
         for _ in range(20):
             local.data.copy_(-change)
@@ -105,10 +107,7 @@ def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
 
 def test_a_difference_that_is_not_finite_does_not_stay_in_the_residual():
     local = torch.nn.Parameter(torch.zeros(32))
-    fragments = make_fragments([(32, 0, 32)], 1)
-    optimizer = OuterOptimizer(
-        [local], fragments, make_encoding("int8"), learning_rate=1.0, momentum=0.0, error_feedback=True
-    )
+    optimizer = optimizer_of(local, "int8", error_feedback=True)
     local.data[3] = float("nan")
     message = optimizer.encode(0)
     assert optimizer.combine(0, message[None], [1.0])[1][0] != optimizer.combine(0, message[None], [1.0])[1][0]

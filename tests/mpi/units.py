@@ -63,8 +63,29 @@ def assert_pushed(world, transport, sizes, numbers):
         for number in numbers:
             for index, start, values in random_pushes(sizes, rank, number):
                 wanted[index][start : start + len(values)] += values
+    assert_sums(transport, wanted)
+
+
+def assert_sums(transport, wanted):
+    """Check this rank's shards of complete gradients against full arrays, and that their padding is zero."""
     for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(world.rank)
+        start, stop = layout.owned(transport.group.rank)
         own = transport.gradients.shard(index)
-        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
+        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop].double())
         assert not own[stop - start :].any(), "padding was written to"
+
+
+def write_parameters(transport, values):
+    """Write this rank's part of full arrays to its shards, and publish them."""
+    for index, layout in enumerate(transport.parameters.layouts):
+        start, stop = layout.owned(transport.group.rank)
+        transport.parameters.shard(index)[: stop - start] = values[index][start:stop]
+    transport.publish_parameters()
+
+
+def assert_fetched(transport, values, indices=None):
+    """Fetch arrays, by default all of them, and compare them with full arrays."""
+    for index in range(len(values)) if indices is None else indices:
+        fetched = transport.parameters.fetch(index).wait()
+        assert torch.equal(fetched, values[index])
+        transport.parameters.release(fetched)

@@ -130,9 +130,4 @@ class TestSummary:
         write_summary(tmp_path, {"loss_last": float("nan"), "deep": [{"x": float("inf")}, 1.5]})
         expected = {"loss_last": None, "deep": [{"x": None}, 1.5]}
         assert strict_json((tmp_path / "summary.json").read_text()) == expected
-        with pytest.raises(TypeError):
-            write_summary(tmp_path, {"good": 1, "bad": object()})
-        assert strict_json((tmp_path / "summary.json").read_text()) == expected
-        write_summary(tmp_path, {"new": 1})
-        assert strict_json((tmp_path / "summary.json").read_text()) == {"new": 1}
         assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from small_run import write_sequences
 from step_metrics import STEP
+from user_errors import user_error
 
 from odc_mpi.cli import main as cli
 from odc_mpi.observe.trace import NUM_BINS
@@ -380,15 +381,6 @@ def test_numbers_at_axes_differ():
     assert ">0.2%<" in drawn and ">0.4%<" in drawn and ": 0.5%" in drawn
 
 
-def user_error(capsys, *arguments):
-    assert cli.main(["report", *map(str, arguments)]) == 2
-    errors = capsys.readouterr()
-    assert errors.out == ""
-    (line,) = errors.err.splitlines()
-    assert line.startswith("odc-mpi: error: ") and "UserError" not in line
-    return line
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -408,7 +400,7 @@ def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
     if content is not None:
         source.write_text(content, encoding="latin-1")
     before = set(tmp_path.iterdir())
-    line = user_error(capsys, source)
+    line = user_error(capsys, "report", source)
     assert words in line and str(source) in line
     assert set(tmp_path.iterdir()) == before, "nothing half-written"
 
@@ -427,21 +419,21 @@ def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
 def test_damaged_runs_are_a_user_error(run, capsys, name, content):
     (run / name).write_text(content)
     before = set(run.iterdir())
-    assert str(run) in user_error(capsys, run)
+    assert str(run) in user_error(capsys, "report", run)
     assert set(run.iterdir()) == before
 
 
 def test_other_user_errors(run, tmp_path, capsys):
-    assert "run directory" in user_error(capsys, tmp_path)
-    assert "x" * 300 in user_error(capsys, "x" * 300)
-    assert "loss, gantt, time, lengths" in user_error(capsys, run, "--picture", "gant")
-    assert "ends in .svg" in user_error(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
-    assert "ends in .html" in user_error(capsys, run, "--out", tmp_path / "a.svg")
+    assert "run directory" in user_error(capsys, "report", tmp_path)
+    assert "x" * 300 in user_error(capsys, "report", "x" * 300)
+    assert "loss, gantt, time, lengths" in user_error(capsys, "report", run, "--picture", "gant")
+    assert "ends in .svg" in user_error(capsys, "report", run, "--picture", "gantt", "--out", tmp_path / "a.png")
+    assert "ends in .html" in user_error(capsys, "report", run, "--out", tmp_path / "a.svg")
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
-    assert "--out" in user_error(capsys, run, "--out", tmp_path / "data.h5" / "a.html")
+    assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "data.h5" / "a.html")
     (tmp_path / "taken").mkdir()
-    assert "--out" in user_error(capsys, run, "--out", tmp_path / "taken")
+    assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "taken")
     assert {path.name for path in tmp_path.iterdir()} == {"data.h5", "run", "taken"}, "nothing half-written"
 
 

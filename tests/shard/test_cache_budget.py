@@ -305,7 +305,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 @on_ranks(1)
 def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
-    transport.access = access
+    transport.parameters.access = access
     train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
     train = Train(transport, Stack(2).double(), CacheBytes())
-    transport.access = Access.VIEW if one_sided else Access.COPY
+    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
     assert train.model.cache_bytes == CacheBytes(0, 1 << 30 if one_sided else 0)

@@ -275,19 +275,6 @@ class Mixed(nn.Module):
         return torch.tanh(self.linear(x) / scale)
 
 
-class Rotate(nn.Module):
-    """Uses a conjugated view of a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.turn = linear(), nn.Parameter(torch.randn(4, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turn = torch.view_as_complex(self.turn).conj()
-        y = torch.view_as_complex(self.linear(x).unflatten(-1, (4, 2)))
-        return torch.view_as_real(y * turn).flatten(-2)
-
-
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "conv": (Image, (2, 2, 5, 5), [nn.Conv2d, nn.BatchNorm2d]),
     "channels_last": (lambda: Image(channels_last=True), (2, 2, 5, 5), [nn.Conv2d]),
@@ -317,7 +304,6 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "two_names_around_a_unit": (SharedLayer, (4, WIDTH), [nn.Linear]),
     "keywords": (WithKeywords, (4, WIDTH), [Keywords]),
     "without_a_graph_before": (lambda: nn.Sequential(linear(), Mixed(), Mixed()), (4, WIDTH), [Mixed]),
-    "conjugated": (lambda: nn.Sequential(Rotate(), linear()), (3, WIDTH), [Rotate]),
 }
 
 

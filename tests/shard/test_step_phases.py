@@ -5,6 +5,7 @@ import pytest
 import torch
 from ranks import LateTransport, RecordingTransport, run_ranks
 from torch import nn
+from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.step_phases import ACTIVITIES, SHARDING, SPAN_KINDS, SYNC_POINTS, ActivityReporter, SpanRecorder
@@ -66,13 +67,6 @@ statuses: list[tuple[int, str]] = []
 END = [(0, "completing its fetches and pushes"), (0, "flushing gradients")]
 
 
-def make(transport: RecordingTransport, **options: bool) -> ShardedModel:
-    torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-    module = nn.Sequential(*layers, nn.Linear(4, 1)).double()
-    return ShardedModel(module, transport, units=layers, **options)
-
-
 def run(work: object) -> list[tuple[int, str]]:
     """Return the status after the last `statuses.clear()`, except for the end of the minibatch."""
     statuses.clear()
@@ -82,22 +76,23 @@ def run(work: object) -> list[tuple[int, str]]:
 
 def test_units_and_microbatches_are_published() -> None:
     def work(transport: RecordingTransport) -> None:
-        model = make(transport)
+        model = ShardedModel(Stack(4).double(), transport, units=[Layer])
         for _ in range(2):  # each minibatch counts from one
             statuses.clear()
             with model.minibatch():
                 for _ in range(2):
-                    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+                    model(INPUT).sum().backward()
             model.publish()
 
     said = run(work)
     for microbatch in (1, 2):
         own = [what for number, what in said if number == microbatch and "fetching" not in what]
-        forwards = [f"forward of unit {name}" for name in ("0", "1", "2", "3", "(root)")]
-        backwards = [f"backward of unit {name}" for name in ("(root)", "3", "2", "1", "0")]
+        layers = [f"layers.{i}" for i in range(4)]
+        forwards = [f"forward of unit {name}" for name in ("(root)", *layers)]
+        backwards = [f"backward of unit {name}" for name in ("(root)", *layers[::-1], "(root)")]
         assert own == forwards + backwards
     fetched = [what for number, what in said if number == 1 and what.startswith("fetching")]
-    assert fetched[:3] == ["fetching unit 0", "fetching unit 1", "fetching unit 2"]
+    assert fetched[:3] == ["fetching unit (root)", "fetching unit layers.0", "fetching unit layers.1"]
     assert {number for number, _ in said} == {1, 2}
 
 

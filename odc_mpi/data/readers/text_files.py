@@ -61,16 +61,16 @@ def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
     unit, items = _open(path, on_bytes_read)
-    block, num_chars = Block(str(path), unit, [], []), 0
+    records: list[tuple[int, Any]] = []
+    num_chars = 0
     for number, value, size in items:
-        block.numbers.append(number)
-        block.values.append(value)
+        records.append((number, value))
         num_chars += size
-        if num_chars >= _BLOCK_CHARS or len(block.values) >= _BLOCK_RECORDS:
-            yield block
-            block, num_chars = Block(str(path), unit, [], []), 0
-    if block.values:
-        yield block
+        if num_chars >= _BLOCK_CHARS or len(records) >= _BLOCK_RECORDS:
+            yield Block(str(path), unit, records)
+            records, num_chars = [], 0
+    if records:
+        yield Block(str(path), unit, records)
 
 
 def count_records(path: Path) -> int:

@@ -84,7 +84,10 @@ def make_islands(config: Config, world: World) -> Islands | None:
 
 
 def resume_weights(checkpoint: Checkpoint, base: WeightSource, islands: Islands | None) -> DeferredErrorWeights:
-    """Return a checkpoint's weights, with `base` for those it lacks. A separate island gets its own if saved."""
+    """Return a reader of a checkpoint's weights, and of `base` for those that the checkpoint lacks.
+
+    An island that trains separately reads its own parameters if the checkpoint has them.
+    """
     trains_apart = islands is not None and islands.mode == "outer"
     prefix = own_prefix(checkpoint.manifest, islands.index, islands.size) if islands and trains_apart else ""
     return DeferredErrorWeights(checkpoint, base, prefix)

@@ -43,7 +43,7 @@ class OuterLoop:
         learning_rate: Learning rate of the outer optimizer, SGD with Nesterov momentum.
         momentum: Momentum of the outer optimizer. 0 for none.
         wire: Encoding of the differences: "float32", "bfloat16", "int8" or "e3m0".
-        error_feedback: True to add what the encoding has lost to the next difference of the fragment.
+        error_feedback: True to add the rounding errors of the encoding to the next difference of the fragment.
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. With 0, only
             differences that are not finite are left out.
 
@@ -107,7 +107,7 @@ class OuterLoop:
         Args:
             amounts: Number of loss tokens, or pairs, on which each island has trained in this step. Their sums since a
                 fragment was last sent weight the islands' differences.
-            sync_all: True to synchronize all fragments now, without delay, and to start the schedule again.
+            sync_all: True to synchronize all fragments now, without delay, and to restart the schedule.
 
         Returns:
             The result of the synchronizations, or None if there was none.
@@ -240,7 +240,7 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, after the tensors.
+        """Restore the state that `state_dict` returned. Call `load_tensors` first.
 
         With another schedule, a new one starts. With another number of islands, all start from the outer parameters.
         """

@@ -53,7 +53,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the mean reward, exact match and completion length, each None without values. Collective."""
+        """Return the mean reward, exact match and length, each None if no completion has one. Collective."""
         sampling = RolloutSamplingParams(1, self._rl.max_completion_length, temperature=0.0)
         results: list[tuple[int, float, float, int]] = []
         with self._model.activity("evaluating") as self._note, unsharded_if_fits(self._model):

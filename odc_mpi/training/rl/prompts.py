@@ -48,8 +48,8 @@ def predict_lengths(
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
     """Return batches of prompts to decode together, in order of decreasing length.
 
-    Prompts are given by their positions in `lengths`, numbers of tokens. A batch has at most `max_prompts` prompts (but
-    one or more), and at most the number of prompts divided by `num_shares`, rounded up.
+    Prompts are given by their positions in `lengths`, which are numbers of tokens. A batch has at least one prompt, at
+    most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))

@@ -12,7 +12,6 @@ from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.errors import AllRanksUserError, UserError, warn
-from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
 from odc_mpi.models.weights.base_check import check_base
 from odc_mpi.observe.terminal import terminal_width
@@ -211,30 +210,40 @@ def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
 
 
 def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
-    checkpoint, metadata = resume_point.checkpoint, resume_point.metadata
-    if (objective := metadata["config"]["run"]["objective"]) != config.run.objective:
+    checkpoint, metadata, saved = resume_point.checkpoint, resume_point.metadata, resume_point.metadata["config"]
+    if (objective := saved["run"]["objective"]) != config.run.objective:
         raise UserError(
             f"run.objective: expected {objective}, that of the checkpoint {checkpoint.directory}, got "
             f"{config.run.objective}: to train its model with {config.run.objective}, set model.path to it and choose "
             f"another run.dir; or {_START_OVER_HINT}"
         )
-    _require_adapters(resume_point, inputs.model)
+    theirs, ours = (adapter or {} for adapter in (metadata.get("adapter"), inputs.model.adapter))
+    if bool(theirs) != bool(ours):
+        kind, got = ("adapters", "no lora.r") if theirs else ("a full model", "lora.r")
+        raise UserError(
+            f"the checkpoint {checkpoint.directory} is of {kind}, got {got}: set lora.* as in that run; or "
+            f"{_START_OVER_HINT}"
+        )
+    for setting, expected, of_what, actual in (
+        ("lora.r", theirs.get("r"), "as in", ours.get("r")),
+        ("lora.alpha", theirs.get("lora_alpha"), "as in", ours.get("lora_alpha")),
+        ("optim.optimizer", saved["optim"]["optimizer"], "as in", config.optim.optimizer),
+        ("run.seed", saved["run"]["seed"], "the order of the data in", config.run.seed),
+    ):
+        if expected != actual:
+            raise _mismatch(setting, expected, of_what, checkpoint, actual)
     require_model(checkpoint, inputs.model.module)
     # Models with the same shapes may differ in heads, positions, activations and the like.
     if difference := first_difference(metadata, full_configuration(inputs.model.module)):
-        key, theirs, ours = difference
+        key, their_value, our_value = difference
         raise UserError(
-            f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in this "
-            f"run: change model.*; or {_START_OVER_HINT}"
+            f"the checkpoint {checkpoint.directory} is of another model: {key} is {their_value!r} there, {our_value!r} "
+            f"in this run: change model.*; or {_START_OVER_HINT}"
         )
-    if (optimizer := metadata["config"]["optim"]["optimizer"]) != config.optim.optimizer:
-        raise _mismatch("optim.optimizer", optimizer, "as in", checkpoint, config.optim.optimizer)
     if metadata["data_digest"] != inputs.dataset.digest():
-        path = metadata["config"]["data"]["path"]
+        path = saved["data"]["path"]
         raise _mismatch("data.path", path, "the data of", checkpoint, f"other data, {config.data.path}")
-    if (seed := metadata["config"]["run"]["seed"]) != config.run.seed:
-        raise _mismatch("run.seed", seed, "the order of the data in", checkpoint, config.run.seed)
-    reference = metadata["config"]["model"]["path"]
+    reference = saved["model"]["path"]
     if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
         raise _mismatch("model.path", reference, "the reference policy of", checkpoint, config.model.path)
     if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
@@ -242,20 +251,6 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "
             f"{config.run.steps}: raise run.steps"
         )
-
-
-def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
-    """Check that the checkpoint and the run have adapters with the same rank and alpha, or that neither has any."""
-    theirs, ours = resume_point.metadata.get("adapter"), model.adapter
-    if (theirs is None) != (ours is None):
-        kind, got = ("a full model", "lora.r") if theirs is None else ("adapters", "no lora.r")
-        raise UserError(
-            f"the checkpoint {resume_point.checkpoint.directory} is of {kind}, got {got}: set lora.* as in that run; "
-            f"or {_START_OVER_HINT}"
-        )
-    for setting, name in (("lora.r", "r"), ("lora.alpha", "lora_alpha")):
-        if theirs and ours and theirs[name] != ours[name]:
-            raise _mismatch(setting, theirs[name], "as in", resume_point.checkpoint, ours[name])
 
 
 def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint, got: Any) -> UserError:

@@ -98,6 +98,9 @@ def test_rows_with_other_numbers_of_cells() -> None:
     assert [found[0][1], found[3][1]] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert found[1][1] == "a.csv, line 4: expected 2 columns as in the first line, got 1"
     assert read("", "a.csv") == read("a,b\n", "a.csv") == []
+    # Spreadsheets add empty columns.
+    [(_, row)] = read("prompt,,completion,\nx,,y,\n", "a.csv")
+    assert (row["prompt"], row["completion"]) == ("x", "y")
     [(_, bad), (location, good)] = read('a\n"x"y\nz\n', "a.csv")
     assert re.search(r"a.csv, line 2: expected a row in lines 2 to 2, got .*expected after", bad)
     assert (location, good) == ("a.csv, line 3", {"a": "z"})
@@ -105,11 +108,6 @@ def test_rows_with_other_numbers_of_cells() -> None:
     assert rest == "a.csv, line 2: expected a row in lines 2 to 4, got unexpected end of data"
     with pytest.raises(UserError, match=r"^a.csv, line .*cannot be read .*name twice"):
         read("a,a\n1,2", "a.csv")
-
-
-def test_empty_columns_of_a_spreadsheet() -> None:
-    [(_, row)] = read("prompt,,completion,\nx,,y,\n", "a.csv")
-    assert (row["prompt"], row["completion"]) == ("x", "y")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json.gz"])

@@ -14,9 +14,10 @@ FIGURES = {"one_sided", "idle_s", "busy_s", "gb_per_s", "num_fresh_reads"}
 
 DOCTOR = """
 import sys
-from odc_mpi.probe.doctor import doctor
-probe, deadline_s, operation_s = [sys.executable, sys.argv[1]], float(sys.argv[2]), float(sys.argv[3])
-sys.exit(doctor("--json" in sys.argv, probe=probe, deadline_s=deadline_s, operation_s=operation_s))
+from odc_mpi.probe import doctor
+doctor.PROBE = [sys.executable, sys.argv[1]]
+doctor.DEADLINE_S, doctor.OPERATION_S = float(sys.argv[2]), float(sys.argv[3])
+sys.exit(doctor.doctor("--json" in sys.argv))
 """
 
 #: Goes wrong at the second operation, a Put, on one rank.

@@ -10,7 +10,7 @@ import torch
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from torch import nn
-from units import Block
+from units import Block, assert_fetched, assert_sums, write_parameters
 
 from odc_mpi import shard_model
 from odc_mpi.api import decide_for
@@ -35,12 +35,6 @@ def nodes(world):
 SMALL_MAILBOX = {"reduction": "mailbox", "mailbox_bytes": 256 * 3}
 
 
-def write_own_parameters(transport, number):
-    for index in range(len(SIZES)):
-        transport.parameters.shard(index).fill_(10 * number + index)
-    transport.publish_parameters()
-
-
 def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allocate):
     """All ranks want all arrays at once, each in an order of its own. One is slow, also to end with a publication."""
     transport = allocate(window_transport(nodes, node_cache=True, progress=True), SIZES)
@@ -48,13 +42,11 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
     assert (parameters.access is Access.NODE) == (nodes.local_size == 2)
     shared = 0
     for number in range(ROUNDS):
-        write_own_parameters(transport, number)
+        values = [torch.full((numel,), 10.0 * number + index) for index, numel in enumerate(SIZES)]
+        write_parameters(transport, values)
         time.sleep(0.02 * (nodes.rank == 1))
         for index in random.Random(100 * number + nodes.rank).sample(range(len(SIZES)), len(SIZES)):
-            for _ in range(2):
-                fetched = parameters.fetch(index).wait()
-                assert torch.equal(fetched, torch.full((SIZES[index],), 10.0 * number + index))
-                parameters.release(fetched)
+            assert_fetched(transport, values, [index, index])
         shared += len(parameters.take_shared_fetches()) if transport.node_cache else 0
         time.sleep(0.02 * (nodes.rank == 1))
         transport.complete_gradients(np.zeros(1))
@@ -76,8 +68,7 @@ def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate
         transport.gradients.push(3, gradient).wait()
         assert not fetch.wait().any()
     transport.complete_gradients(np.zeros(1))
-    start, stop = parameters.layouts[3].owned(nodes.rank)
-    assert (transport.gradients.shard(3)[: stop - start] == 1).all()
+    assert_sums(transport, [*map(torch.zeros, SIZES[:3]), gradient])
 
 
 def test_there_is_no_cache_on_a_single_node(world, allocate):

@@ -60,10 +60,9 @@ def test_islands_train_as_replicas_in_plain_torch_do(world, dataset_path, change
     assert_like_replicas(configure(dataset_path, **OUTER | changes), world)
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
 def test_islands_of_two_ranks_train_as_replicas_do(world, dataset_path, balance):
-    if world.size % 2:
-        pytest.skip("an odd number of ranks")
     changes = {"islands.by": 2, "data.balance": balance} if world.size > 2 else {"data.balance": balance}
     assert_like_replicas(configure(dataset_path, **OUTER | SCHEDULES[-1] | changes), world)
 
@@ -157,10 +156,9 @@ def test_islands_synchronize_when_the_gradient_norm_changes(world, dataset_path)
     assert found == [*range(1, 26), 35, 40, 50, 60]
 
 
+@pytest.mark.sizes(2, 4)
 def test_the_outer_loop_in_a_loop_of_its_own(world):
     """Two islands move a parameter to different values; both continue from their mean, weighted by tokens."""
-    if world.size % 2:
-        pytest.skip("an odd number of ranks")
     islands = Islands(world, world.size // 2, "outer")
     module = torch.nn.Linear(8, 3, bias=False)
     torch.nn.init.zeros_(module.weight)
@@ -185,9 +183,8 @@ def test_the_outer_loop_in_a_loop_of_its_own(world):
         OuterLoop(world, model, Islands(world, world.size, "outer"))
 
 
+@pytest.mark.sizes(2, 4)
 def test_a_parameter_that_an_island_does_not_use_is_not_decayed_there(world):
-    if world.size % 2:
-        pytest.skip("an odd number of ranks")
     islands = Islands(world, world.size // 2, "outer")
     module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     for layer in module:

@@ -36,17 +36,17 @@ def less(monkeypatch):
     [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
 )
 def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, less, name, origin):
-    kind, run = operations.OPERATIONS_BY_NAME[name], operations.OPERATIONS_BY_NAME[name]._run
+    run = operations.ProbeLink._run
 
-    def forgetful(self, num_bytes):
-        is_device = isinstance(self.link.received, device_probe.DeviceBuffer)
-        if num_bytes >= 1 << 20 and is_device == (origin == "from_device"):
-            self.link.received.fill(7, num_bytes)
+    def forgetful(self, tried, num_bytes):
+        is_device = isinstance(self.received, device_probe.DeviceBuffer)
+        if tried == name and num_bytes >= 1 << 20 and is_device == (origin == "from_device"):
+            self.received.fill(7, num_bytes)
         else:
-            run(self, num_bytes)
+            run(self, tried, num_bytes)
 
     pairs = probe.find_pairs(world.gather_objects(world.node))
-    monkeypatch.setattr(kind, "_run", forgetful)
+    monkeypatch.setattr(operations.ProbeLink, "_run", forgetful)
     found = device_probe.try_device(world, ProbeReport(), pairs, LateDevice(), lambda *_: None)
     assert list(map(str, found.problems)) == [f"{origin} same_node {name}: {WRONG}"]
     assert found.wrong_data(origin, "same_node", name) and not found.wrong_data("same_node", name)

@@ -44,18 +44,17 @@ def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_wrong_data_is_reported(world, monkeypatch, name):
     """The first operation of this kind has no effect; all ranks get the error, and the others are still tried."""
-    kind = operations.OPERATIONS_BY_NAME[name]
-    run, skipped = kind._run, []
+    run, skipped = operations.ProbeLink._run, []
 
-    def forgetful(self, num_bytes):
+    def forgetful(self, tried, num_bytes):
         # A small one that is skipped would be made up for by the next, but for sums and tickets.
-        if num_bytes >= 1 << 20 or (name == "fetch_and_op" and not skipped):
+        if tried == name and (num_bytes >= 1 << 20 or (name == "fetch_and_op" and not skipped)):
             skipped.append(num_bytes)
-            self.link.received.fill(7, num_bytes)
+            self.received.fill(7, num_bytes)
         else:
-            run(self, num_bytes)
+            run(self, tried, num_bytes)
 
-    monkeypatch.setattr(kind, "_run", forgetful)
+    monkeypatch.setattr(operations.ProbeLink, "_run", forgetful)
     report = probe.probe(world, probe.QUICK)
     assert list(map(str, report.problems)) == [f"same_node {name}: received data differs from what was sent"]
     answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
@@ -84,7 +83,7 @@ def test_a_stale_value_is_refused_before_training(world, monkeypatch, tmp_path):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_counter_that_get_accumulate_reads_wrongly_is_reported(world, monkeypatch):
-    monkeypatch.setattr(operations.FetchAndOp, "_get_accumulate", lambda self: None)
+    monkeypatch.setattr(operations.ProbeLink, "_read_counter", lambda self: None)
     report = probe.probe(world, probe.QUICK)
     assert list(map(str, report.problems)) == ["same_node fetch_and_op: received data differs from what was sent"]
 
