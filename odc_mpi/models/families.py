@@ -121,7 +121,7 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
 def trial_inputs(lengths: Sequence[int], *, packs: bool = True) -> dict[str, Any]:
     """Return the arguments with which a model on the meta device runs on sequences of the given lengths.
 
-    `packs` is False for a model that trains on one sequence per microbatch, and then there must be one length.
+    For a model that trains on one sequence per microbatch, `packs` must be False and `lengths` must have one element.
     """
     num_tokens = sum(lengths)
     tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
