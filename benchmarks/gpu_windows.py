@@ -29,7 +29,7 @@ import torch
 from odc_mpi.bench.measure import entries, interleaved, seconds, slowest
 from odc_mpi.bench.transport import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.factory import gradient_store_factories, staged, window_transport
+from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.probe.device_decision import summarize
@@ -92,17 +92,15 @@ class DeviceUnits:
         require_host_memory(world, world.local_size * (2 * self.num_units + 2) * unit + 5 * self.num_units * unit)
         self.variants = world.run_on_all(lambda: in_memory(self._copies))
         self.links: dict[str, str] = {}
-        for name, reduction in REDUCTIONS.items():
+        for name in REDUCTIONS:
             in_place = name == "mailbox"
-            host = window_transport(world, zero_copy=in_place, reduction=reduction)
+            host = window_transport(world, zero_copy=in_place, reduction=name)
             self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
-        on_device = gradient_store_factories(device=device)
         if mapped:
-            mailbox = gradient_store_factories(device=device, mapped=True)["mailbox"]
-            transport = window_transport(world, device=device, mapped=True, reduction=mailbox)
+            transport = window_transport(world, device=device, mapped=True, reduction="mailbox")
             self._add(transport, "fetch_mapped", "mapped", "mailbox")
         for name in reductions:
-            self._add(window_transport(world, device=device, reduction=on_device[name]), "fetch_device", "device", name)
+            self._add(window_transport(world, device=device, reduction=name), "fetch_device", "device", name)
 
     def free(self) -> None:
         """Free all memory. Collective."""

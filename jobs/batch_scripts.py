@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from odc_mpi.slurm.job import SlurmJob, training_script
+from odc_mpi.slurm.job import SlurmJob
 
 _SWEEP = """\
 
@@ -25,18 +25,16 @@ def templates() -> dict[str, str]:
         return f"sbatch jobs/{name}.sbatch --config CONFIG [--section.key value ...]"
 
     return {
-        "train": training_script(
-            SlurmJob(),
-            "Training. The job saves before its time limit, requeues itself and resumes.",
-            usage("train"),
-        ),
-        "sweep": training_script(
-            SlurmJob(name="sweep"),
+        "train": SlurmJob(
+            "Training. The job saves before its time limit, requeues itself and resumes.", usage("train")
+        ).script(),
+        "sweep": SlurmJob(
             "Trainings with different settings, as an array of jobs. Each job saves, requeues itself and resumes.",
             usage("sweep"),
+            name="sweep",
             array="0-2%2             # indices of the jobs, two at a time",
             settings=_SWEEP,
-        ),
+        ).script(),
     }
 
 

@@ -13,7 +13,6 @@ from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES, device_shard_bytes, fit_objection, free_device_bytes
 from odc_mpi.comm.factory import (
     collective_transport,
-    gradient_store_factories,
     single_rank_transport,
     staged,
     window_transport,
@@ -97,11 +96,10 @@ def shard_model(
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: check_cache_sizes(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
-    param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
-    common_dtype = None if dtypes else param_dtype
+    store_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     if decision is None:
         optimizes = optimizer_device == "cuda"
-        size = device_shard_bytes(module, world.size, common_dtype, reduce_dtype, with_optimizer=optimizes)
+        size = device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizes)
         # Islands require windows in host memory.
         window_device = "cpu" if islands and device == "cuda" else "auto"
         decision = decide_for(world, device=device, window_device=window_device, shard_bytes=size)
@@ -123,10 +121,10 @@ def shard_model(
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        fits = _fits_node_cache(sharing, module, common_dtype, reduce_dtype, inbox_bytes, caches)
+        fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
         shares = all(world.gather_objects(wants_cache))
-    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, shares, islands)
+    transport = _transport(world, computing, store_dtype, reduce_dtype, decision, shares, islands)
     model = ShardedModel(
         module,
         transport,
@@ -189,7 +187,8 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    settings = CommSettings(zero_copy, reduction, progress, window_device, node_cache, mailbox_bytes)
+    choices = (zero_copy, reduction, progress, window_device, node_cache)
+    settings = CommSettings(*choices, mailbox_bytes)  # type: ignore[arg-type]  # it checks the values
     if transport == "collective":
         if settings != CommSettings() or device != "cpu":
             raise UserError(
@@ -311,8 +310,6 @@ def _transport(
             raise UserError("device: expected cpu with collectives, got cuda: set device to cpu")
         return collective_transport(world, param_dtype, reduce_dtype)
     window_device = device if decision.windows_on_device else None
-    mailbox_bytes = decision.settings.mailbox_bytes
-    stores = gradient_store_factories(mailbox_bytes, window_device, mapped=decision.maps_devices)
     transport = window_transport(
         world,
         param_dtype,
@@ -321,7 +318,8 @@ def _transport(
         mapped=decision.maps_devices,
         zero_copy=zero_copy,
         node_cache=node_cache,
-        reduction=stores[decision.reduction.value],
+        reduction=decision.reduction.value,
+        mailbox_bytes=decision.settings.mailbox_bytes,
         progress=decision.progress.value == "thread",
         islands=islands,
     )

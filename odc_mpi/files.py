@@ -15,50 +15,8 @@ from typing import Any
 from odc_mpi.errors import warn
 
 
-def write_text_durable(path: Path, text: str) -> None:
-    """Replace the content of a file atomically and durably.
-
-    Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
-    the file is unchanged. Only one process at a time may write to a path, because the temporary file has a fixed name.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise the file could be empty after a crash of the node
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
-
-
-def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
-    """Replace the content of a file atomically.
-
-    The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged. If
-    several processes write to the same path concurrently, the last write determines the content.
-
-    Args:
-        private: True if only this user may access the file, False for the default permissions of new files.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        if not private:
-            set_default_mode(Path(temporary))
-        Path(temporary).replace(path)
-    except OSError:
-        with suppress(OSError):
-            Path(temporary).unlink()
-        raise
-
-
 def set_default_mode(path: Path) -> None:
-    """Give a file the default permissions of new files. `mkstemp` and safetensors create files with mode 0600."""
+    """Give a file the default permissions of new files. safetensors creates files with mode 0600."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -68,9 +26,10 @@ def set_default_mode(path: Path) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary path and, on exit, renames the file written there to `path`.
 
-    The temporary path is in a hidden directory next to `path`. Hidden directories that killed processes left behind for
-    the same `path` are removed first. Missing parents of `path` are created. If the `with` block raises an exception,
-    `path` is unchanged and the created directories are removed.
+    Readers get either the old or the new file, even after a crash of the node. The temporary path is in a hidden
+    directory next to `path`. Hidden directories that killed processes left behind for the same `path` are removed
+    first. Missing parents of `path` are created. If the `with` block raises an exception, `path` is unchanged and the
+    created directories are removed.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -86,14 +45,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 stack.enter_context(_locked(Path(hidden)))
             new = Path(hidden, path.name)
             yield new
-            sync_file(new)
+            sync(new)
             new.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except BaseException:
         for folder in missing:
             with suppress(OSError):  # not created, or another process has created files in it
                 folder.rmdir()
         raise
+
+
+def write_text_durable(path: Path, text: str) -> None:
+    """Replace the content of a text file with `atomic_write`."""
+    with atomic_write(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -128,22 +93,13 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def sync_file(path: Path) -> None:
-    """Flush the content of a file to disk, so that it is not lost if the node crashes."""
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory if its file system supports it, to disk: a node may crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the entries of a directory to disk, if the file system supports it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
@@ -155,4 +111,4 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         with suppress(PermissionError):  # a parent may be writable without being readable
-            sync_directory(folder.parent)
+            sync(folder.parent)

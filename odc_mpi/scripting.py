@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from odc_mpi.data.prepare import PrepareOptions, PrepareReport
 from odc_mpi.data.prepare import prepare as write_dataset
-from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError
+from odc_mpi.errors import UserError
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.observe.metrics import read_metrics
 from odc_mpi.observe.rank_log import RankLog
@@ -126,16 +126,10 @@ def prepare(
 
 @contextmanager
 def _new_world() -> Iterator["World"]:
-    """Context manager that yields a world of all ranks and closes it on exit, even if every rank raises an error."""
     with mpi_startup():
         from odc_mpi.runtime.world import World
-    world = World()
-    try:
+    with World() as world:
         yield world
-    except (AllRanksUserError, TrainingError, StoppedError):
-        world.close()
-        raise
-    world.close()
 
 
 def _plain(value: Any) -> Any:

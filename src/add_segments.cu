@@ -35,15 +35,14 @@ __device__ inline void load(const T *__restrict__ source, long long begin, long 
     }
 }
 
-template <typename T>
-__device__ inline void store(T *target, long long begin, long long end, const Fragment<T> &fragment)
+__device__ inline void store(float *target, long long begin, long long end, const Fragment<float> &fragment)
 {
     const bool aligned = is_aligned(target);
 #pragma unroll
     for (int q = 0; q < QUADS_PER_THREAD; q++) {
         const long long start = quad_start(begin, q);
         if (aligned && start + 4 <= end) {
-            *reinterpret_cast<Quad<T> *>(target + (start - begin)) = fragment.quads[q];
+            *reinterpret_cast<Quad<float> *>(target + (start - begin)) = fragment.quads[q];
         } else {
 #pragma unroll
             for (int k = 0; k < 4; k++)
@@ -53,8 +52,8 @@ __device__ inline void store(T *target, long long begin, long long end, const Fr
     }
 }
 
-template <typename To, typename From>
-__device__ inline void add(const From *source, long long begin, long long from, long long to, Fragment<To> &sums)
+template <typename From>
+__device__ inline void add(const From *source, long long begin, long long from, long long to, Fragment<float> &sums)
 {
     Fragment<From> terms;
     load(source, begin, from, to, terms);
@@ -64,17 +63,18 @@ __device__ inline void add(const From *source, long long begin, long long from, 
 #pragma unroll
         for (int k = 0; k < 4; k++)
             if (from <= start + k && start + k < to)
-                sums.quads[q].v[k] = plus(sums.quads[q].v[k], cast<To>(terms.quads[q].v[k]));
+                sums.quads[q].v[k] = plus(sums.quads[q].v[k], widen(terms.quads[q].v[k]));
     }
 }
 
-template <typename To>
-__device__ void add_segments(const Segments &segments, int num_segments, long long first, long long stop, To *shard)
+// Adds segments, which may overlap and are in any order, to shard[first] up to shard[stop - 1].
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+add_segments(const __grid_constant__ Segments segments, int num_segments, long long first, long long stop, float *shard)
 {
     const long long tile = NUMEL_PER_THREAD * blockDim.x;
     for (long long begin = first + blockIdx.x * tile; begin < stop; begin += gridDim.x * tile) {
         const long long end = min(begin + tile, stop);
-        Fragment<To> sums;
+        Fragment<float> sums;
         bool touched = false;
         for (int i = 0; i < num_segments; i++) {
             const long long from = max(begin, segments.start[i]), to = min(end, segments.stop[i]);
@@ -89,19 +89,4 @@ __device__ void add_segments(const Segments &segments, int num_segments, long lo
         if (touched)
             store(shard + begin, begin, end, sums);
     }
-}
-
-// Adds segments, which may overlap and are in any order, to shard[first] up to shard[stop - 1].
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-add_segments_float32(const __grid_constant__ Segments segments, int num_segments, long long first, long long stop,
-                     float *shard)
-{
-    add_segments(segments, num_segments, first, stop, shard);
-}
-
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-add_segments_float64(const __grid_constant__ Segments segments, int num_segments, long long first, long long stop,
-                     double *shard)
-{
-    add_segments(segments, num_segments, first, stop, shard);
 }

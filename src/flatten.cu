@@ -8,26 +8,23 @@ constexpr int BLOCKS_PER_MULTIPROCESSOR = 4;
 // NaN: so the maximum is NaN if any element is NaN.
 __device__ inline unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-__device__ inline unsigned long long magnitude(double x)
-{
-    return static_cast<unsigned long long>(__double_as_longlong(x)) & 0x7fffffffffffffffull;
-}
-
-template <typename T>
-using Magnitude = decltype(magnitude(T()));
-
+// Returns the bits of a double, for the bits of a float that is not negative.
 __device__ inline unsigned long long as_double(unsigned bits)
 {
     if (bits > 0x7f800000u)
         return 0x7ff8000000000000ull;  // the conversion may give a NaN any sign
-    return __double_as_longlong(to_double(__uint_as_float(bits)));
+#ifdef __CUDACC__
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(__uint_as_float(bits)));  // flushes no subnormals, see `plus`
+#else
+    const double wide = __uint_as_float(bits);
+#endif
+    return __double_as_longlong(wide);
 }
 
-__device__ inline unsigned long long as_double(unsigned long long bits) { return bits; }
-
 // Casts source[i] to target[i] with all threads of a block.
-template <typename To, typename From>
-__device__ void copy_cast(To *__restrict__ target, const From *__restrict__ source, int numel, Magnitude<To> &largest)
+template <typename From>
+__device__ void copy_cast(float *__restrict__ target, const From *__restrict__ source, int numel, unsigned &largest)
 {
     const int num_quads = is_aligned(target) && is_aligned(source) ? numel / 4 : 0;
     const int threads = blockDim.x;
@@ -43,25 +40,24 @@ __device__ void copy_cast(To *__restrict__ target, const From *__restrict__ sour
         for (int q = 0; q < QUADS_PER_THREAD; q++) {
             const int i = first + q * threads;
             if (i < num_quads) {
-                Quad<To> value;
+                Quad<float> value;
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    value.v[k] = cast<To>(loaded[q].v[k]);
+                    value.v[k] = widen(loaded[q].v[k]);
                     largest = max(largest, magnitude(value.v[k]));
                 }
-                reinterpret_cast<Quad<To> *>(target)[i] = value;
+                reinterpret_cast<Quad<float> *>(target)[i] = value;
             }
         }
     }
     for (int i = 4 * num_quads + threadIdx.x; i < numel; i += threads) {
-        const To value = cast<To>(source[i]);
+        const float value = widen(source[i]);
         largest = max(largest, magnitude(value));
         target[i] = value;
     }
 }
 
-template <typename To>
-__device__ void clear(To *target, int numel)
+__device__ inline void clear(float *target, int numel)
 {
     for (int i = threadIdx.x; i < numel; i += blockDim.x)
         target[i] = 0;
@@ -82,10 +78,9 @@ __device__ inline int find_segment(const Segments &segments, int num_segments, l
 }
 
 // Raises *largest, a double, to the maximum over the threads of this block.
-template <typename Bits>
-__device__ void atomic_max_magnitude(unsigned long long *largest, Bits local_max)
+__device__ inline void atomic_max_magnitude(unsigned long long *largest, unsigned local_max)
 {
-    __shared__ Bits block_max;
+    __shared__ unsigned block_max;
     if (threadIdx.x == 0)
         block_max = 0;
     __syncthreads();
@@ -95,12 +90,14 @@ __device__ void atomic_max_magnitude(unsigned long long *largest, Bits local_max
         atomicMax(largest, as_double(block_max));
 }
 
-template <typename To>
-__device__ void flatten(const Segments &segments, int num_segments, long long first, long long stop, To *flat,
-                        unsigned long long *largest)
+// Writes flat[first] to flat[stop - 1]: the segments, which are sorted and do not overlap, and zeros between them.
+// Raises *largest, a double that is at least zero, to the largest magnitude, or to NaN if an element is NaN.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+flatten(const __grid_constant__ Segments segments, int num_segments, long long first, long long stop, float *flat,
+        unsigned long long *largest)
 {
     const long long tile = NUMEL_PER_THREAD * blockDim.x;
-    Magnitude<To> local_max = 0;
+    unsigned local_max = 0;
     for (long long begin = first + blockIdx.x * tile; begin < stop; begin += gridDim.x * tile) {
         const long long end = min(begin + tile, stop);
         long long at = begin;
@@ -118,20 +115,4 @@ __device__ void flatten(const Segments &segments, int num_segments, long long fi
         }
     }
     atomic_max_magnitude(largest, local_max);
-}
-
-// Writes flat[first] to flat[stop - 1]: the segments, which are sorted and do not overlap, and zeros between them.
-// Raises *largest, a double that is at least zero, to the largest magnitude, or to NaN if an element is NaN.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-flatten_float32(const __grid_constant__ Segments segments, int num_segments, long long first, long long stop,
-                float *flat, unsigned long long *largest)
-{
-    flatten(segments, num_segments, first, stop, flat, largest);
-}
-
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-flatten_float64(const __grid_constant__ Segments segments, int num_segments, long long first, long long stop,
-                double *flat, unsigned long long *largest)
-{
-    flatten(segments, num_segments, first, stop, flat, largest);
 }

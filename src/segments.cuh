@@ -1,4 +1,4 @@
-// Shared by the kernels: a table of segments of a flat array, casts, and loads of four elements at once.
+// Shared by the kernels: a table of segments of a flat array, casts to fp32, and loads of four elements at once.
 //
 // No header of CUDA or of the C++ library is included, since not every installation has them where NVRTC looks; so
 // bf16 and fp16 are read as bits. Warps and lanes are not used: the tests also compile these files for the host, and
@@ -8,7 +8,7 @@
 constexpr int MAX_SEGMENTS = 128;
 
 // The same numbers as in odc_mpi/comm/kernels/native.py.
-enum Type : unsigned char { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+enum Type : unsigned char { FLOAT32, BFLOAT16, FLOAT16 };
 
 // Passed by value with the launch, so it needs neither a copy to the device nor memory that must outlive the kernel.
 // The arguments of a launch are limited to 4096 bytes.
@@ -29,7 +29,7 @@ constexpr int NUMEL_PER_THREAD = 4 * QUADS_PER_THREAD;
 constexpr int MAX_THREADS = 256;
 
 template <typename T>
-struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) Quad {
+struct alignas(4 * sizeof(T)) Quad {
     T v[4];
 };
 
@@ -41,40 +41,20 @@ struct Float16 {
     unsigned short bits;
 };
 
-// Rounding operations are PTX: CuPy compiles with -ftz=true, with which the compiler would flush subnormals to zero.
-#ifdef __CUDACC__
+// The sum is PTX: CuPy compiles with -ftz=true, with which the compiler would flush subnormals to zero.
 __device__ inline float plus(float a, float b)
 {
+#ifdef __CUDACC__
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
     return sum;
-}
-
-__device__ inline double to_double(float x)
-{
-    double wide;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
-    return wide;
-}
-
-__device__ inline float to_float(double x)
-{
-    float nearest;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(nearest) : "d"(x));
-    return nearest;
-}
 #else
-inline float plus(float a, float b) { return a + b; }
-inline double to_double(float x) { return x; }
-inline float to_float(double x) { return static_cast<float>(x); }
+    return a + b;
 #endif
+}
 
-__device__ inline double plus(double a, double b) { return a + b; }
-__device__ inline double to_double(double x) { return x; }
-__device__ inline float to_float(float x) { return x; }
-
+// Casts to fp32, which is exact.
 __device__ inline float widen(float x) { return x; }
-__device__ inline double widen(double x) { return x; }
 __device__ inline float widen(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
 __device__ inline float widen(Float16 x)
@@ -88,27 +68,6 @@ __device__ inline float widen(Float16 x)
     else if (rest > 0)  // subnormal: multiples of 2^-24
         bits = __float_as_uint(static_cast<float>(rest)) - (24u << 23);
     return __uint_as_float(sign | bits);
-}
-
-// Rounds to nearest, as torch does.
-template <typename From>
-__device__ inline void cast(From x, float &value)
-{
-    value = to_float(widen(x));
-}
-
-template <typename From>
-__device__ inline void cast(From x, double &value)
-{
-    value = to_double(widen(x));
-}
-
-template <typename To, typename From>
-__device__ inline To cast(From x)
-{
-    To value;
-    cast(x, value);
-    return value;
 }
 
 // True if quads may be loaded from or stored to this address.
@@ -126,7 +85,6 @@ __device__ inline void with_source(const Segments &segments, int segment, long l
     const long long skipped = at - segments.start[segment];
     switch (segments.type[segment]) {
     case FLOAT32: work(static_cast<const float *>(source) + skipped); break;
-    case FLOAT64: work(static_cast<const double *>(source) + skipped); break;
     case BFLOAT16: work(static_cast<const BFloat16 *>(source) + skipped); break;
     case FLOAT16: work(static_cast<const Float16 *>(source) + skipped); break;
     }

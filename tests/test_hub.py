@@ -18,19 +18,9 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
-
-
-@pytest.fixture
-def online(cache, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return cache
 
 
 def store(cache, name="Owner/Name-1.5", files=FILES, index=None):
@@ -110,7 +100,9 @@ def test_without_a_network_the_line_comes_at_once(tmp_path, settings):
     assert "--tokenizer" in found.stderr and len(found.stderr.splitlines()) <= 2
 
 
-def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(online, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(hub, "STALL_S", 1)
     lines, gathered = [], []
@@ -122,40 +114,6 @@ def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(online, monke
     with pytest.raises(UserError, match=r"no bytes arrived for 1 s"):
         hub.resolve_model_path("Owner/Name", "model.path", gather=gather, report=lines.append)
     assert lines == ["downloading Owner/Name from the Hugging Face Hub"] and gathered.count(False) >= 2
-
-
-def test_a_download_on_another_rank_of_the_node_serves_this_one(cache, monkeypatch):
-    """This rank finds nothing and starts nothing; the other has ended its download when the third gather returns."""
-    answers = iter([False, False, True])
-
-    def gather(value):
-        if value is not True:
-            return [value]
-        ended = next(answers)
-        if ended:
-            store(cache)
-        return [value, ended]
-
-    monkeypatch.setattr(hub, "_Download", None)
-    found = hub.resolve_model_path("Owner/Name-1.5", "model.path", gather=gather, downloads=False)
-    assert COMMIT in found
-
-
-def test_a_complete_download_is_found(online, monkeypatch):
-    snapshot = online / "models--Owner--Name" / "snapshots" / COMMIT
-    program = f"""
-import json, pathlib, sys
-asked = json.loads(sys.argv[1])
-assert asked["repo_id"] == "Owner/Name" and not any("bin" in each or "py" in each for each in asked["allow_patterns"])
-snapshot = pathlib.Path({str(snapshot)!r})
-snapshot.mkdir(parents=True)
-(snapshot.parents[1] / "refs").mkdir()
-(snapshot.parents[1] / "refs" / "main").write_text({COMMIT!r})
-for name in {FILES!r}:
-    (snapshot / name).write_text("{{}}")
-"""
-    monkeypatch.setattr(hub, "_PROGRAM", program)
-    assert hub.resolve_model_path("Owner/Name", "model.path") == str(snapshot)
 
 
 def test_a_download_ends_with_its_process(tmp_path):

@@ -20,7 +20,7 @@ from typing_extensions import override
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs, build_model
 from odc_mpi.training.settings import Config

@@ -33,7 +33,7 @@ import torch
 
 from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
-from odc_mpi.comm.factory import GradientStoreFactory, gradient_store_factories, window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import Access, Transport
@@ -42,8 +42,8 @@ from odc_mpi.formatting import format_size
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 
-#: Factories of gradient stores, keyed by the value of `comm.reduction`.
-REDUCTIONS = gradient_store_factories()
+#: Values of `comm.reduction`, except "auto".
+REDUCTIONS = ("accumulate", "mailbox")
 
 #: Total bytes in the units of one size, more than fit in the cache of a core ...
 UNITS_BYTES = 16 << 20
@@ -217,7 +217,7 @@ class Units:
             "fetch_zero_copy": self._fetch(zero_copy=True),
             "fetch_copy": self._fetch(zero_copy=False),
             "mpi_allgather": self._gather(),
-            **{f"push_{name}": self._push(reduction) for name, reduction in REDUCTIONS.items()},
+            **{f"push_{reduction}": self._push(reduction) for reduction in REDUCTIONS},
             "mpi_reduce_scatter": self._reduce(),
         }
 
@@ -258,7 +258,7 @@ class Units:
 
         return Variant(operations, is_right)
 
-    def _push(self, reduction: GradientStoreFactory) -> Variant:
+    def _push(self, reduction: str) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
         gradients = transport.gradients
         assert isinstance(gradients, WindowGradientStore)

@@ -16,7 +16,7 @@ import numpy as np
 
 from odc_mpi.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest, TensorRecord, shard_name
 from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
-from odc_mpi.files import sync_file
+from odc_mpi.files import sync
 from odc_mpi.hdf5_file import create_hdf5
 
 #: Box in a tensor: start and stop of the range in each dimension.
@@ -36,7 +36,7 @@ def write_index(path: Path, directory: Path, manifest: Manifest) -> FileRecord:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
         for name, record in manifest.tensors.items():
             _create_virtual_dataset(file, name, record, directory, manifest.step)
-    sync_file(path)
+    sync(path)
     return checksum_of_file(path)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy.typing as npt
 
 from odc_mpi.errors import UserError, one_line_message
-from odc_mpi.files import parse_json, sync_file
+from odc_mpi.files import parse_json, sync
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.h5"
@@ -135,7 +135,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     # The checksum is of the content as it is read: JSON converts numeric keys to strings, which sort differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     path.write_text(json.dumps({**body, "checksum": _checksum(body)}) + "\n", encoding="utf-8")
-    sync_file(path)
+    sync(path)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from odc_mpi.checkpoint.index import MAX_INDEXED_RANKS, write_index
 from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, Manifest, steps_in, write_manifest
-from odc_mpi.files import sync_directory
+from odc_mpi.files import sync
 
 #: Prefixes of the hidden directories of checkpoints that are being written, and of retired checkpoints.
 _UNFINISHED, _RETIRED = ".step_", ".retired_"
@@ -31,7 +31,7 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     if manifest.size <= MAX_INDEXED_RANKS:
         files[INDEX] = write_index(directory / INDEX, directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files=files))
-    sync_directory(directory)
+    sync(directory)
     if goal.exists():
         _retire(goal)
     try:
@@ -39,9 +39,9 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     except OSError:
         recover_retired(goal.parent)
         raise
-    sync_directory(goal.parent)
+    sync(goal.parent)
     # The parent directories may be new, too.
-    sync_directory(goal.parent.parent)
+    sync(goal.parent.parent)
     for retired in goal.parent.glob(f"{_RETIRED}{goal.name}.*"):
         _remove(retired)
 
@@ -63,7 +63,7 @@ def recover_retired(directory: Path) -> None:
     for path, goal in recoverable_checkpoints(directory).items():
         if not goal.exists():
             path.rename(goal)
-            sync_directory(directory)
+            sync(directory)
 
 
 def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
@@ -76,16 +76,15 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
     return {path: goal for path, goal in goals.items() if not goal.exists()}
 
 
-def remove_incomplete(directory: Path) -> int:
-    """Remove unfinished and retired checkpoints that killed runs left in a directory, and return their number.
+def remove_incomplete(directory: Path) -> None:
+    """Remove unfinished and retired checkpoints that killed runs left in a directory.
 
     `recover_retired` first restores those that were not replaced. No run may write to the directory at the same time.
     """
     recover_retired(directory)
-    incomplete = [path for prefix in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{prefix}*")]
-    for path in incomplete:
-        shutil.rmtree(path, ignore_errors=True)
-    return len(incomplete)
+    for prefix in (_UNFINISHED, _RETIRED):
+        for path in directory.glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _retire(path: Path) -> Path:
@@ -98,5 +97,5 @@ def _remove(retired: Path) -> None:
     """Remove a retired checkpoint, starting with the manifest, so that a directory with a manifest is complete."""
     with suppress(OSError):
         (retired / MANIFEST).unlink(missing_ok=True)
-        sync_directory(retired)
+        sync(retired)
         shutil.rmtree(retired)

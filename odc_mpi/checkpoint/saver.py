@@ -165,7 +165,12 @@ class Saver:
             assert head.manifest is not None
             files_by_name = {shard_name(head.step, rank): record for rank, record in enumerate(files)}
             for rank, (name, record) in enumerate(files_by_name.items()):
-                _require_visible(directory / name, record, rank)
+                path = directory / name
+                if not path.is_file() or path.stat().st_size != record.num_bytes:
+                    raise OSError(
+                        f"rank 0 does not see the file that rank {rank} wrote: expected run.dir on a file system that "
+                        f"all nodes share, got {self._directory}"
+                    )
             self._check()
             publish(directory, replace(head.manifest, files=files_by_name), self._directory / step_name(head.step))
         except Exception as error:
@@ -181,14 +186,6 @@ class Saver:
 
     def _unfinished(self, step: int) -> Path:
         return self._directory / f".{step_name(step)}.{self._token}"
-
-
-def _require_visible(path: Path, record: FileRecord, rank: int) -> None:
-    if not path.is_file() or path.stat().st_size != record.num_bytes:
-        raise OSError(
-            f"rank 0 does not see the file that rank {rank} wrote: expected run.dir on a file system that all nodes "
-            f"share, got {path.parent.parent}"
-        )
 
 
 def _format_error(error: Exception) -> str:

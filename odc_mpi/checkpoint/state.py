@@ -59,18 +59,7 @@ class TrainingState:
 
         Call this after the parameters are published. Each call overwrites the arrays that the previous call returned.
         """
-        return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
-
-    def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Map the path of each tensor to this rank's range of it: the start, and the elements in the stored type.
-
-        For tensors in host memory, the arrays are views, so their values change with the next optimizer step.
-        """
-        return {
-            tensor_range.path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
-            for tensor_range in self._tensor_ranges()
-            if tensor_range.tensor.numel()
-        }
+        return [self._copy(tensor_range) for tensor_range in self.tensor_ranges() if tensor_range.tensor.numel()]
 
     def state_records(self) -> StateRecords:
         """Return the records of all state except `model/`, for those parameters of which this rank owns a slice."""
@@ -106,8 +95,8 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state of this rank's slices from a checkpoint, but not parameters.
 
-        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. Call
-        `require_optimizer` first. Raises `UserError` if the checkpoint is damaged.
+        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. The optimizer
+        must be of the class with which the checkpoint was saved. Raises `UserError` if the checkpoint is damaged.
         """
         tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
         prefixes = self._restored_prefixes(checkpoint.manifest)
@@ -133,7 +122,8 @@ class TrainingState:
         """Return the prefixes of the paths of the optimizer states whose mean is restored."""
         return [island_prefix(island) for island in range(manifest.num_islands)] or [""]
 
-    def _tensor_ranges(self) -> Iterator[TensorRange]:
+    def tensor_ranges(self) -> Iterator[TensorRange]:
+        """Yield this rank's range of each tensor, which may be empty. Their values change with the next step."""
         yield from self._model_ranges()
         slices, shapes = self._slices(), self._model.parameter_shapes()
         for section, name, value in self._slice_state():
@@ -178,7 +168,7 @@ class TrainingState:
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = self._copies[path] = torch.empty_like(tensor, device="cpu")
         copy.copy_(tensor)
-        return ShardEntry(path, _stored(copy), original.start, original.shape, _name(tensor.dtype))
+        return ShardEntry(path, stored_array(copy), original.start, original.shape, _name(tensor.dtype))
 
 
 class CheckpointWeights:
@@ -228,15 +218,6 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
             )
 
 
-def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
-    """Raise `UserError` unless a checkpoint was saved with the optimizer class `name`."""
-    if checkpoint.manifest.optimizer != name:
-        raise UserError(
-            f"the checkpoint {checkpoint.directory} is of the optimizer {checkpoint.manifest.optimizer}, got {name}: "
-            "change optim.optimizer, or set run.resume to never, or run.dir"
-        )
-
-
 def _format_shape(tensor: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"
 
@@ -245,7 +226,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stored(tensor: torch.Tensor) -> npt.NDArray:
+def stored_array(tensor: torch.Tensor) -> npt.NDArray:
+    """Return a view of a contiguous host tensor, `[n]`, in the stored type."""
     return tensor.view(torch.uint8).numpy().view(stored_type(_name(tensor.dtype)))
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from odc_mpi.cli.options import positive_int, require_config
 from odc_mpi.errors import UserError
-from odc_mpi.slurm import job
+from odc_mpi.slurm.job import SIGNAL_S, SlurmJob, submit
 
 HELP = "print a Slurm batch script for a configuration, or submit it"
 #: Options that set the size of the job, each with its default and help text.
 JOB = (
-    ("--nodes", job.SlurmJob.nodes, "number of nodes"),
-    ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each node, usually its number of GPUs"),
-    ("--cores-per-rank", job.SlurmJob.cores_per_rank, "cores of each rank"),
+    ("--nodes", SlurmJob.nodes, "number of nodes"),
+    ("--ranks-per-node", SlurmJob.ranks_per_node, "ranks of each node, usually its number of GPUs"),
+    ("--cores-per-rank", SlurmJob.cores_per_rank, "cores of each rank"),
 )
 #: Options that are passed on to sbatch, because some sites require them.
 CHOICES = ("partition", "account", "gpus-per-node")
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; its path must be valid on every node")
     for option, default, text in JOB:
         parser.add_argument(option, type=positive_int, default=default, metavar="N", help=f"{text}; default: {default}")
-    limit = job.SlurmJob.time
+    limit = SlurmJob.time
     parser.add_argument("--time", default=limit, help=f"time limit, at least 5 minutes; default: {limit}")
     for name in CHOICES:
         parser.add_argument(f"--{name}", metavar="VALUE", help="option of sbatch; default: not set")
-    parser.add_argument("--name", default=job.SlurmJob.name, help=f"name of the job; default: {job.SlurmJob.name}")
+    parser.add_argument("--name", default=SlurmJob.name, help=f"name of the job; default: {SlurmJob.name}")
     parser.add_argument("--stage", metavar="DIR", help="directory on each node; copy the data set there first")
     parser.add_argument("--mpi", metavar="TYPE", help="option of srun; default: that of the installed MPI library")
     parser.add_argument("--submit", action="store_true", help="submit the script with sbatch")
@@ -53,24 +53,24 @@ def run(arguments: argparse.Namespace) -> int:
     config = configuration.load(arguments.config, arguments.overrides)
     mpi = f"${{SLURM_MPI_TYPE:-{srun_mpi()}}}" if arguments.mpi is None else _check_word("mpi", arguments.mpi)
     choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}
-    requested = job.SlurmJob(
+    file = "".join(letter if letter.isprintable() else "?" for letter in arguments.config.name)  # in a one-line comment
+    script = SlurmJob(
+        f"Trains {file}. The job saves before its time limit, requeues itself and resumes.",
+        "sbatch FILE [--section.key value ...]",
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         cores_per_rank=arguments.cores_per_rank,
         time=_check_time(arguments.time),
         mpi=mpi,
         name=_check_word("name", arguments.name, r"[\w.-]+", "letters, digits, dots, dashes and underscores"),
-        choices=tuple((name, _check_word(name, value)) for name, value in choices.items() if value is not None),
+        choices={name: _check_word(name, value) for name, value in choices.items() if value is not None},
         # Symbolic links are not resolved: they may have other targets on the nodes.
         arguments=("--config", str(arguments.config.absolute()), *arguments.overrides),
         stage=arguments.stage,
         data=config.data.path if arguments.stage else None,
-    )
-    file = "".join(letter if letter.isprintable() else "?" for letter in arguments.config.name)  # in a one-line comment
-    headline = f"Trains {file}. The job saves before its time limit, requeues itself and resumes."
-    script = job.training_script(requested, headline, "sbatch FILE [--section.key value ...]")
+    ).script()
     print(script, end="", flush=True)
-    return job.submit(script) if arguments.submit else 0
+    return submit(script) if arguments.submit else 0
 
 
 def _check_time(time: str) -> str:
@@ -81,7 +81,7 @@ def _check_time(time: str) -> str:
     if 0 < seconds < _SHORTEST_S:  # 0 means no limit
         raise UserError(
             f"--time: expected at least {_SHORTEST_S // 60} minutes, got {time!r}, {seconds / 60:g} minutes: Slurm "
-            f"signals a job up to {job.SIGNAL_S // 60 + 1} minutes before its end"
+            f"signals a job up to {SIGNAL_S // 60 + 1} minutes before its end"
         )
     return time
 

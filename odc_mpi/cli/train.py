@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         def start() -> None:
             config = world.run_on_all(lambda: _unwrap(loaded))
             if arguments.dry_run:
-                from odc_mpi.training.dry_run.report import dry_run
+                from odc_mpi.training.dry_run import dry_run
 
                 return dry_run(config, world, arguments.ranks)
             from odc_mpi.training.run import train

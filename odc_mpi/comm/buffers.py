@@ -24,6 +24,11 @@ def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
     np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies a buffer by any view of it."""
+    return tensor.untyped_storage().data_ptr()
+
+
 class BufferPool:
     """Thread-safe pool of reusable one-dimensional buffers.
 
@@ -51,14 +56,14 @@ class BufferPool:
                 block = self._allocate(num_bytes)
                 self._held_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-            self._in_use[block.untyped_storage().data_ptr()] = block
+            self._in_use[storage_address(block)] = block
         # Not a view of `block`: autograd would track it.
         return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, buffer: torch.Tensor) -> None:
         """Release a buffer that `acquire` returned. The pool does not reuse it while other tensors share its memory."""
         with self._lock:
-            self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
+            self._idle.append(self._in_use.pop(storage_address(buffer)))
 
     def clear(self) -> None:
         """Free all idle buffers."""

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.transport import GradientStore, ParameterStore, ShardStorage
+from odc_mpi.comm.transport import GradientStore, ParameterStore, PrivateShards
 from odc_mpi.comm.windows.rma import COPY_DTYPES, MPI_DTYPES
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
@@ -65,16 +65,16 @@ class CollectiveCommunicator:
         self._comm.Free()
 
 
-class _CollectiveStorage(ShardStorage):
+class _CollectiveStore(PrivateShards):
     """Shards in private memory, with a communicator per array.
 
     Arrays share communicators if there are more than `MAX_COMMUNICATORS`. Only the main thread may call a store based
     on this class, because with two threads, the order of calls could differ between ranks.
     """
 
-    def __init__(self, world: World, group: Group) -> None:
+    def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
         self._world, self._group = world, group
-        self._shards: dict[int, torch.Tensor] = {}
         self._comms: list[MPI.Intracomm] = []
 
     @override
@@ -82,12 +82,9 @@ class _CollectiveStorage(ShardStorage):
         with self._world.collective("duplicating the communicator"):
             self._comms = [self._world.comm.Dup() for _ in self.layouts[:MAX_COMMUNICATORS]]
 
-    def shard(self, index: int) -> torch.Tensor:
-        return self._shards[index]
-
     @override
     def free(self) -> None:
-        self._shards.clear()
+        super().free()
         while self._comms:
             self._comms.pop().Free()
 
@@ -96,16 +93,16 @@ class _CollectiveStorage(ShardStorage):
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]
 
+    def _wait(self, request: MPI.Request, what: str, index: int, _memory: torch.Tensor) -> None:
+        # The work handle holds `_memory` until here: MPI has no reference to it.
+        self._world.wait_collective(request, f"{what} unit {self.layouts[index].name}")
 
-class CollectiveParameters(_CollectiveStorage, ParameterStore):
+
+class CollectiveParameters(_CollectiveStore, ParameterStore):
     """Parameter store that keeps its shards in private memory and fetches by all-gather.
 
     Fetches are collective, and so are all operations that fetch, such as forward and backward passes and `state_dict`.
     """
-
-    def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
-        _CollectiveStorage.__init__(self, world, group)
-        ParameterStore.__init__(self, dtype)
 
     @override
     def allocate(self) -> None:
@@ -127,19 +124,14 @@ class CollectiveParameters(_CollectiveStorage, ParameterStore):
         shard, element = self._shards[index], COPY_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
-        return Work(functools.partial(self._complete, index, request, buffer))
-
-    def _complete(self, index: int, request: MPI.Request, _buffer: torch.Tensor) -> None:
-        # The work handle holds `_buffer` until here: MPI has no reference to it.
-        self._world.wait_collective(request, f"gathering unit {self.layouts[index].name}")
+        return Work(functools.partial(self._wait, request, "gathering", index, buffer))
 
 
-class CollectiveGradients(_CollectiveStorage, GradientStore):
+class CollectiveGradients(_CollectiveStore, GradientStore):
     """Gradient store that keeps its shards in private memory and pushes by reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
-        _CollectiveStorage.__init__(self, world, group)
-        GradientStore.__init__(self, dtype)
+        super().__init__(world, group, dtype)
         self._reduces: list[Work] = []
         self._results = BufferPool()
 
@@ -177,9 +169,8 @@ class CollectiveGradients(_CollectiveStorage, GradientStore):
         super().free()
         self._results.clear()
 
-    def _complete(self, index: int, request: MPI.Request, result: torch.Tensor, _gradient: torch.Tensor) -> None:
-        # The work handle holds `_gradient` until here: MPI has no reference to it.
-        self._world.wait_collective(request, f"reducing the gradient of unit {self.layouts[index].name}")
+    def _complete(self, index: int, request: MPI.Request, result: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._wait(request, "reducing the gradient of", index, gradient)
         self._shards[index][: result.numel()] += result
         self._results.release(result)
 

@@ -3,7 +3,7 @@
 They raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,8 @@ from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
-from odc_mpi.comm.reduce.device_slots import DeviceSlots, MappedDeviceSlots
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore, SlotsFactory
-from odc_mpi.comm.reduce.slots import HostSlots
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore
+from odc_mpi.comm.reduce.slots import DeviceSlots, HostSlots, MappedDeviceSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
@@ -29,28 +28,6 @@ from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, SharedWindow, Window
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
-
-#: Function that creates a gradient store for a world and a gradient dtype.
-GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
-
-
-def gradient_store_factories(
-    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None, *, mapped: bool = False
-) -> Mapping[str, GradientStoreFactory]:
-    """Return a gradient store factory for each value of the setting `comm.reduction` except "auto".
-
-    Args:
-        mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used only by "mailbox".
-        device: Device in whose memory the windows are allocated. None means host memory.
-        mapped: True if the ranks of a node map the memory of the devices. Then only "mailbox" is available.
-    """
-    accumulate: GradientStoreFactory = AccumulateGradientStore
-    slots: SlotsFactory = HostSlots
-    if device is not None:
-        accumulate = partial(AccumulateGradientStore, kind=partial(DeviceWindow, device=device), on_host=False)
-        slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
-    mailbox = partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes, slots=slots)
-    return {"mailbox": mailbox} if mapped else {"accumulate": accumulate, "mailbox": mailbox}
 
 
 def window_transport(
@@ -62,7 +39,8 @@ def window_transport(
     mapped: bool = False,
     zero_copy: bool = True,
     node_cache: bool = False,
-    reduction: GradientStoreFactory = AccumulateGradientStore,
+    reduction: str = "accumulate",
+    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     progress: bool = False,
     islands: Islands | None = None,
 ) -> Transport:
@@ -75,28 +53,40 @@ def window_transport(
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
             `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island has several nodes, with several
             of its ranks on this node.
-        reduction: One of the values of `gradient_store_factories` for this device.
+        reduction: "accumulate" or "mailbox", as in the setting `comm.reduction`. Must be "mailbox" if `mapped` is True.
+        mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used only by "mailbox".
         progress: If True, a background thread drives MPI progress (`comm.progress`).
         islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires `device=None`.
     """
     sharing = islands.island if islands else world
-    gradients = reduction(sharing, reduce_dtype)
+    kind: Callable[..., Any] = Window
+    slots: Callable[..., HostSlots] = HostSlots
+    if device is not None:
+        kind = partial(MappedDeviceWindow if mapped else DeviceWindow, device=device)
+        slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
+
+    def gradient_store(ranks: World) -> WindowGradientStore:
+        if reduction == "mailbox":
+            return MailboxGradientStore(ranks, reduce_dtype, mailbox_bytes, slots)
+        assert not mapped
+        return AccumulateGradientStore(ranks, reduce_dtype, kind, on_host=device is None)
+
+    gradients = gradient_store(sharing)
     if device is None:
         group = Group(world, progress=progress, islands=islands)
-        parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else Window)
+        parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else kind)
         transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
         if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
             cache = NodeCache(parameters)
             transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
         if islands and islands.mode == "hybrid":
-            exchange = IslandExchange(islands, parameters, gradients, reduction(islands.column, reduce_dtype))
+            exchange = IslandExchange(islands, parameters, gradients, gradient_store(islands.column))
             transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
         return transport
     assert islands is None
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = Group(world, progress=progress)
-    kind: Any = partial(MappedDeviceWindow if mapped else DeviceWindow, device=device)
     on_device = DeviceParameters(world, param_dtype, device, kind)
     return Transport(
         group,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: Dtypes of gradients. MPI must be able to sum them at the target, which rules out bf16. int64 holds fixed-point
-#: numbers (`shard.gradient_format.fixed_point`), which a transport adds as integers.
+#: numbers (`shard.fixed_point`), which a transport adds as integers.
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
@@ -218,6 +218,20 @@ class ShardStorage:
 
     def free(self) -> None:
         """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""
+
+
+class PrivateShards(ShardStorage):
+    """Base class for stores with shards in private memory: `_shards`, by array index, which `allocate` sets."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)  # type: ignore[call-arg] # of `ParameterStore` or `GradientStore`
+        self._shards: dict[int, torch.Tensor] = {}
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102 - documented by the stores
+        return self._shards[index]
+
+    def free(self) -> None:  # noqa: D102 - documented by `ShardStorage`
+        self._shards.clear()
 
 
 @dataclass(eq=False, repr=False)

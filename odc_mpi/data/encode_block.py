@@ -1,7 +1,7 @@
 """Tokenizing blocks of records, in this process or in several worker processes.
 
 Worker processes are spawned, not forked, because a fork would copy h5py's locks and the thread pool of the library
-tokenizers in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
+tokenizers in an invalid state.
 """
 
 import hashlib
@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_exampl
 from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.templates import SplitTurns
-from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
@@ -38,12 +37,18 @@ _AHEAD = 4  # blocks per process that are submitted before the result of the fir
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Options of `PrepareOptions` for long sequences, held-out sequences and conversations."""
+    """The fields of `PrepareOptions` that concern long sequences, held-out sequences and conversations."""
 
-    max_length: int | None = None
-    overlong: Literal["truncate", "drop", "split"] = "truncate"
-    eval_fraction: float = 0.0
-    split_turns: SplitTurns = "auto"
+    max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
+    overlong: Annotated[
+        Literal["truncate", "drop", "split"],
+        "treatment of longer sequences; split: plain text only, into consecutive sequences",
+    ] = "truncate"
+    eval_fraction: Annotated[float, "fraction to hold out in NAME.eval.h5, e.g. 0.02", "F"] = 0.0
+    split_turns: Annotated[
+        SplitTurns,
+        "write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
+    ] = "auto"
 
 
 @dataclass
@@ -103,7 +108,7 @@ class EncodedBlock:
     kinds: Mapping[bool, str] = field(default_factory=dict)
 
 
-def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
+def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, columns: Columns) -> EncodedBlock:
     """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
     counts = FilterCounts()
     invalid: dict[int, str] = {}
@@ -197,21 +202,20 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 def encode_blocks(
     blocks: Iterable[tuple[int, Block, Columns]],
-    worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
+    files: Mapping[str, bytes],
+    sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
+    """Tokenize blocks in `num_proc` processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed. Raises `UserError` if `encode_block` raised it in a
+    The worker processes end when the generator ends or is closed. Raises a `UserError` if `encode_block` raised it in a
     worker process, or a worker process ended early.
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.
-        worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
-            chat template that replaces the tokenizer's own, or None; options for sequences.
-        num_proc: Number of worker processes.
+        files: Contents of the tokenizer's files, keyed by file name.
     """
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (files, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
         for index, block, columns in blocks:
@@ -241,21 +245,16 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: Tokenizer and filter of a worker process.
-_worker: tuple[Any, SequenceFilter]
+#: `encode_block` with the tokenizer and the filter of a worker process.
+_encode: Callable[[Block, Columns], EncodedBlock]
 
 
-def _start_worker(
-    tokenizer_source: Path | Mapping[str, bytes], chat_template: str | None, sequence_filter: SequenceFilter
-) -> None:
-    global _worker
+def _start_worker(files: Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
+    global _encode
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    _worker = tokenizer, sequence_filter
+    _encode = partial(encode_block, load_files(files), sequence_filter)
 
 
 def _exit_with_parent() -> None:
@@ -267,5 +266,4 @@ def _exit_with_parent() -> None:
 
 
 def _encode_in_worker(block: Block, columns: Columns) -> EncodedBlock:
-    tokenizer, sequence_filter = _worker
-    return encode_block(tokenizer, block, columns, sequence_filter)
+    return _encode(block, columns)

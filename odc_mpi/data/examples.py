@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from odc_mpi.data.readers.messages import LOSS_FLAGS, parse_messages, parse_tools
@@ -22,6 +22,9 @@ _FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS
 _OPTIONAL = ("input", "system", "tools")
 #: Fields that may contain messages, also as JSON text, because table cells contain only text.
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *_ANSWERS)
+#: Names in a source for the fields that this module expects: maps each renamed field to its name in the source, such as
+#: ``{"prompt": "question"}``. If required fields of a format are renamed, only formats with all of these are accepted.
+Columns = Mapping[str, str]
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
@@ -99,64 +102,54 @@ class PreferencePair:
         return self.chosen.has_loss and self.rejected.has_loss
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Names in a source for the fields that this module expects.
-
-    `names` maps each renamed field to its name in the source, such as ``{"prompt": "question"}``. If required fields of
-    a format are renamed, only formats that contain all of these fields are accepted.
-    """
-
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raise a `UserError` if a field is unknown or has an empty name, or if no format has all renamed fields."""
-        known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
-        for name, source in self.names.items():
-            if name not in known or not source:
-                raise UserError(
-                    f"--columns: expected FIELD=NAME with a field among {', '.join(known)}, got "
-                    f"{truncate_text(f'{name}={source}', MAX_CHARS)}"
-                )
-        if not self._formats():
-            raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
-
-    def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-        """Return a record in which the renamed fields have the names that this module expects.
-
-        If a required field is renamed, the result contains only the optional fields and those of the first accepted
-        format that is complete. Raises an `InvalidRecordError` if no accepted format is complete.
-        """
-        if not self.names:
-            return record
-        renamed = {name: value for name, value in record.items() if name not in self.names}
-        renamed |= {name: record[source] for name, source in self.names.items() if source in record}
-        if (formats := self._formats()) == list(_FORMATS):
-            return renamed
-        missing = [[name for name in required if name not in renamed] for required in formats]
-        fewest = min(missing, key=len)
-        if fewest:
-            source = self.names.get(fewest[0], fewest[0])
-            raise InvalidRecordError(
-                f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
+def check_columns(columns: Columns) -> None:
+    """Raise a `UserError` if a field is unknown or has an empty name, or if no format has all renamed fields."""
+    known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
+    for name, source in columns.items():
+        if name not in known or not source:
+            raise UserError(
+                f"--columns: expected FIELD=NAME with a field among {', '.join(known)}, got "
+                f"{truncate_text(f'{name}={source}', MAX_CHARS)}"
             )
-        required = formats[missing.index(fewest)]
-        return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
+    if not _formats(columns):
+        raise UserError(f"--columns: expected fields of one format, got {', '.join(columns)}")
 
-    def _formats(self) -> list[tuple[str, ...]]:
-        renamed = self.names.keys() - set(_OPTIONAL)
-        return [required for required in _FORMATS if renamed <= set(required)]
+
+def _rename(record: Mapping[str, Any], location: str, columns: Columns) -> Mapping[str, Any]:
+    """Return a record in which the renamed fields have the names that this module expects.
+
+    If a required field is renamed, the result contains only the optional fields and those of the first accepted format
+    that is complete. Raises an `InvalidRecordError` if no accepted format is complete.
+    """
+    renamed = {name: value for name, value in record.items() if name not in columns}
+    renamed |= {name: record[source] for name, source in columns.items() if source in record}
+    if (formats := _formats(columns)) == list(_FORMATS):
+        return renamed
+    missing = [[name for name in required if name not in renamed] for required in formats]
+    fewest = min(missing, key=len)
+    if fewest:
+        source = columns.get(fewest[0], fewest[0])
+        raise InvalidRecordError(
+            f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
+        )
+    required = formats[missing.index(fewest)]
+    return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
+
+
+def _formats(columns: Columns) -> list[tuple[str, ...]]:
+    renamed = columns.keys() - set(_OPTIONAL)
+    return [required for required in _FORMATS if renamed <= set(required)]
 
 
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
     """Return the example or pair that a record contains. The epilog of `odc-mpi prepare --help` lists the formats.
 
-    The first format whose fields are all present is used. `columns` renames fields. Raises an `InvalidRecordError` if
-    the record has any other form, or a field has an invalid value.
+    The first format whose fields are all present is used. Raises an `InvalidRecordError` if the record has any other
+    form, or a field has an invalid value.
     """
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
-    record = _decode_messages((columns or Columns()).rename(record, location))
+    record = _decode_messages(_rename(record, location, columns) if columns else record)
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
     if "chosen" in required:
         return _preference_pair(record, required[0], location)
@@ -165,7 +158,12 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
             raise InvalidRecordError(
                 f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
             )
-        return _prompt_and_completion(record, location)
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            messages = parse_messages([*prompt, *completion], "prompt", location)
+            return _conversation(record, messages, location, num_context=len(prompt))
+        text = text_field(record, "completion", location)
+        return PromptCompletion(location, text_field(record, "prompt", location), text)
     if "text" in required:
         return PromptCompletion(location, "", text_field(record, "text", location))
     if "instruction" in required:
@@ -209,15 +207,6 @@ def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
                 if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in value):
                     decoded[name] = value
     return decoded
-
-
-def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
-    prompt, completion = record["prompt"], record["completion"]
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        text = text_field(record, "completion", location)
-        return PromptCompletion(location, text_field(record, "prompt", location), text)
-    messages = parse_messages([*prompt, *completion], "prompt", location)
-    return _conversation(record, messages, location, num_context=len(prompt))
 
 
 def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> PreferencePair:

@@ -1,7 +1,7 @@
 """Loader of an endless, resumable sequence of minibatches, which yield the microbatches of a rank as tensors.
 
 All ranks construct the loader with the same arguments, except for `rank`, so they get the same minibatches and plans
-without communicating. Each rank reads only the sequences that it processes, when it needs them.
+without communicating.
 """
 
 import math
@@ -27,7 +27,8 @@ from odc_mpi.errors import UserError
 class Minibatch:
     """Sequences of one optimizer step on all ranks. Iteration reads and yields the microbatches of this rank.
 
-    Iteration raises a `UserError` if the plan contains split sequences, or a pool, which requires `microbatches`.
+    Each microbatch is read when it is needed. Iteration raises a `UserError` if the plan contains split sequences, or a
+    pool, which requires `microbatches`.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
@@ -89,10 +90,9 @@ class Minibatch:
             yield _read(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield dummy microbatches so that this rank runs as many microbatches as the rank that has the most.
+        """Yield dummy microbatches, so that this rank runs as many microbatches as the rank that has the most.
 
-        Collectives require equal numbers. A dummy consists of the shortest sequence in the minibatch, and its loss and
-        gradients must be ignored.
+        A dummy consists of the shortest sequence in the minibatch, and its loss and gradients must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -100,10 +100,10 @@ class Minibatch:
             yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield the microbatches of this rank, then those that it claims from its island's pool, one at a time.
+        """Yield the microbatches of this rank, without chunks, and then those that it claims from its island's pool.
 
         `claim` is a function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-        positions in the pool. Each position must be yielded on exactly one rank of the island. Chunks are omitted.
+        positions in the pool. Each position must be yielded on exactly one rank of the island.
         """
         yield from self._fixed()
         pool = self.plan.pool_of(self.rank)
@@ -118,13 +118,15 @@ def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
 class ShuffledSampler:
     """Endless sampler of the sequences or prompts in each minibatch.
 
-    Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
-    The order depends only on the seed, which must be the same on every rank, and the data epoch.
-
-    The caller must close `dataset`. `num_samples` is the number of sequences or prompts in a minibatch over all ranks.
+    Each data epoch is one pass over the data set in a random order, which depends only on the seed and the data epoch.
+    The last minibatch of an epoch may be smaller.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
+        """Create the sampler. The caller must close `dataset`.
+
+        `num_samples` is the number of sequences or prompts in a minibatch over all ranks.
+        """
         self._dataset: Any = dataset
         self._num_samples, self._seed = num_samples, seed
         self._move_to(0, 0)
@@ -171,7 +173,7 @@ class Loader(ShuffledSampler):
     """Endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
-        cost: Cost model for planning. It may be replaced between minibatches, but must be the same on all ranks.
+        cost: Cost model for planning. It may be replaced between minibatches by one that is the same on all ranks.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Loader(ShuffledSampler):
         packs: bool = True,
         num_islands: int = 1,
     ) -> None:
-        """Create the loader, and check the settings against the data. See also `ShuffledSampler`.
+        """Create the loader, and check the settings against the data. The caller must close `dataset`.
 
         Args:
             minibatch_sequences: Number of sequences in a minibatch over all ranks.
@@ -199,8 +201,8 @@ class Loader(ShuffledSampler):
             rank, size: Rank whose microbatches the minibatches yield, and number of ranks.
             context_parallel: True to plan with `split_longest`, regardless of `balance` and `exact`. Requires `packs`
                 and a single island.
-            exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`. They
-                depend on `num_islands`.
+            exact: True for microbatches that depend on neither the number of ranks of an island nor later values of
+                `cost`.
             packs: False to put only one sequence in each microbatch.
             num_islands: Number of islands that train separately, which divides `size` (see `plan_islands`).
 
@@ -235,14 +237,12 @@ class Loader(ShuffledSampler):
         """Return the next minibatch with its plan, without reading its sequences."""
         position, indices = self._next_indices()
         lengths = self._dataset.lengths[indices]
+        minibatches_per_epoch = math.ceil(len(self._dataset) / self._num_samples)
         plan = plan_islands(
             lengths,
             (self._constant_cost or self.cost).sequence(lengths),
             self._num_islands,
-            self._number(**position),
+            position["data_epoch"] * minibatches_per_epoch + position["position"] // self._num_samples,
             lambda part: self._strategy(part, self._size // self._num_islands, self._max_tokens, self.cost),
         )
         return Minibatch(**position, indices=indices, plan=plan, rank=self._rank, dataset=self._dataset)
-
-    def _number(self, data_epoch: int, position: int) -> int:
-        return data_epoch * math.ceil(len(self._dataset) / self._num_samples) + position // self._num_samples

@@ -25,16 +25,15 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
+from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, check_columns, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.sources import DataSource, find_sources, mix
-from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
-    load_tokenizer,
+    load_files,
     read_chat_template,
     replace_chat_template,
     serialize_tokenizer,
@@ -52,7 +51,7 @@ _MAX_PROCESSES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
+class PrepareOptions(SequenceFilter):
     """Options for `prepare`, each with its help text for the command line and, if necessary, a name for its value.
 
     For details, see `templates.ChatRenderer` (`split_turns`), `examples.Columns` (`columns`), `arrow.load` (`split`)
@@ -64,17 +63,7 @@ class PrepareOptions:
         Path | None, "directory, name on the hub, or data set; default: train a tokenizer", "DIR|NAME|DATA.h5"
     ] = None
     chat_template: Annotated[Path | None, "Jinja template that replaces that of the tokenizer", "FILE"] = None
-    split_turns: Annotated[
-        SplitTurns,
-        "write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
-    ] = "auto"
-    max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
-    overlong: Annotated[
-        Literal["truncate", "drop", "split"],
-        "treatment of longer sequences; split: plain text only, into consecutive sequences",
-    ] = "truncate"
     bad_lines: Annotated[Literal["error", "skip"], "treatment of invalid lines"] = "error"
-    eval_fraction: Annotated[float, "fraction to hold out in NAME.eval.h5, e.g. 0.02", "F"] = 0.0
     columns: Annotated[Mapping[str, str], "names of the fields in SOURCE", "FIELD=NAME,..."] = field(
         default_factory=dict
     )
@@ -89,7 +78,7 @@ class PrepareOptions:
 
     def check(self) -> None:
         """Raise a `UserError` if an option is out of range."""
-        Columns(self.columns).check()
+        check_columns(self.columns)
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
         if self.max_length is not None and self.max_length < 2:
@@ -130,7 +119,7 @@ def _prepare(plan: "_Plan", console: Console | None) -> PrepareReport:
         paths = [stack.enter_context(atomic_write(each.resolve())) for each in plan.output_paths]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
-            tokenizer = load_tokenizer(plan.tokenizer_path)
+            tokenizer = load_files(plan.files, plan.tokenizer_path)
         else:
             tokenizer = train_tokenizer(reader.texts(), plan.options.vocab_size)
         if plan.chat_template is not None:
@@ -208,22 +197,24 @@ def _write(
     options, begin = plan.options, time.monotonic()
     little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
-    sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction, options.split_turns)
     shares = [[source.name, 0, 0] for source in plan.sources]
     report = plan.report({"vocab_size": len(tokenizer), "shares": shares}, num_proc=num_proc)
     kinds: dict[bool, str] = {}
     with ExitStack() as stack:
-        writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
+        names = printable_text(", ".join(Path(source.name).name for source in plan.sources))
+        attributes: dict[str, Any] = {
+            "vocab_size": len(tokenizer),
+            "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
+            "tokenizer": printable_text(plan.tokenizer_path.resolve().name),
+            "source": truncate_text(names, 200),
+        }
+        writers = [stack.enter_context(DatasetWriter(path, tokenizer_files=files, **attributes)) for path in paths]
         blocks = reader.blocks("tokenizing", lambda: sum(writer.num_tokens for writer in writers))
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
-            results = (
-                (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
-            )
+            results = ((index, encode_block(tokenizer, options, block, columns)) for index, block, columns in blocks)
         else:
-            tokenizer_source = plan.tokenizer_path if options.tokenizer else files
-            worker_arguments = tokenizer_source, plan.chat_template, sequence_filter
-            results = stack.enter_context(closing(encode_blocks(blocks, worker_arguments, num_proc)))
+            results = stack.enter_context(closing(encode_blocks(blocks, files, options, num_proc)))
         for index, result in results:
             if result.counts.bad_lines:
                 _check_skipped(result.counts.bad_lines[0], options)
@@ -239,18 +230,6 @@ def _write(
             writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
     report.elapsed_s = time.monotonic() - begin
     return report
-
-
-def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes]) -> DatasetWriter:
-    names = ", ".join(Path(source.name).name for source in plan.sources)
-    return DatasetWriter(
-        path,
-        vocab_size=len(tokenizer),
-        vocabulary=vocabulary_digest(tokenizer.get_vocab()),
-        tokenizer=printable_text(plan.tokenizer_path.resolve().name),
-        tokenizer_files=files,
-        source=truncate_text(printable_text(names), 200),
-    )
 
 
 def _check_skipped(message: str, options: PrepareOptions) -> None:
@@ -286,7 +265,7 @@ class _Reader:
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
-        self._columns, self._options, self._progress = Columns(options.columns), options, progress
+        self._columns, self._options, self._progress = options.columns, options, progress
 
     def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Columns]]:
         """Yield blocks, each with the index and the columns of its source. The progress bar displays `num_tokens()`."""

@@ -1,8 +1,8 @@
 """Sources of text: files, folders, data sets of the library `datasets` and the standard library, optionally weighted.
 
 Without weights, each example (line or row) of each source is used once. With weights, the number of examples from each
-source is proportional to its weight, and the examples are selected at random (see `mix`). Sources are read in
-command-line order, since training shuffles sequences.
+source is proportional to its weight, and the examples are selected at random (see `mix`). The sources are read one
+after the other.
 """
 
 import itertools
@@ -80,7 +80,7 @@ class DataSource:
 
     def columns(self, columns: Columns) -> Columns:
         """Return `columns`, or the default names for the standard library."""
-        return Columns() if self.name == STDLIB else columns
+        return {} if self.name == STDLIB else columns
 
     def count(self) -> int:
         """Return the number of examples, including invalid ones. Reads text files completely."""
@@ -98,7 +98,7 @@ class DataSource:
         elif not self.files:
             for begin in range(0, len(self._samples), _BLOCK_SAMPLES):
                 records = [each._asdict() for each in self._samples[begin : begin + _BLOCK_SAMPLES]]
-                yield Block(STDLIB, "function", list(range(begin + 1, begin + len(records) + 1)), records)
+                yield Block(STDLIB, "function", list(enumerate(records, begin + 1)))
         else:
             for file in self.files:
                 yield from (arrow.read_parquet if _is_parquet(file) else text_files.read_records)(file, on_bytes_read)
@@ -134,19 +134,15 @@ def _find(spec: str, split: str | None) -> DataSource:
         return DataSource(name, weight, (path,))
     if path.is_dir() and not arrow.is_saved_dataset(path):
         return DataSource(name, weight, _data_files(path))
-    if not (path.is_dir() or (arrow.is_hub_name(name) and not _looks_like_path(path))):
+    is_file_name = text_files.bare_suffix(path) in (*text_files.SUFFIXES, arrow.PARQUET_SUFFIX, ".txt", ".h5")
+    is_hub_name = arrow.is_hub_name(name) and not is_file_name and not Path(path.parts[0]).is_dir()
+    if not (path.is_dir() or is_hub_name):
         raise UserError(
             f"SOURCE {spec!r}: no such file or folder{suggest_name(path)}: give a JSONL, JSON, CSV or Parquet file, a "
             f"folder of such files, a data set of the Hugging Face Hub (OWNER/NAME), or {STDLIB}"
         )
     dataset = arrow.load(name, split)
     return DataSource(name, weight, tuple(Path(file["filename"]) for file in dataset.cache_files), dataset)
-
-
-def _looks_like_path(path: Path) -> bool:
-    """Return True if the name of a missing file or folder should not be looked up on the Hub."""
-    suffix = text_files.bare_suffix(path)
-    return suffix in (*text_files.SUFFIXES, arrow.PARQUET_SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
 
 
 def suggest_name(path: Path) -> str:
@@ -233,8 +229,7 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     `strategy` is "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
     example twice: the source with the fewest examples relative to its weight is used completely, and the others in
     part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used once, and
-    the others repeatedly. Raises `UserError` if a source with a weight is empty, or the weights require more than 1000
-    passes over a source.
+    the others repeatedly. Raises a `UserError` if a source with a weight is empty, or would be read over 1000 times.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)

@@ -10,9 +10,8 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from odc_mpi.data.examples import Conversation
@@ -38,25 +37,13 @@ class Rendered(NamedTuple):
     omitted: str = ""
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """An answer, which extends from character `begin` to the end of the rendering `text`. See also `Rendered`."""
-
-    index: int
-    text: str
-    begin: int
-    omitted: str
-
-
 class ChatRenderer:
     """Renderer that applies the chat template of a tokenizer to conversations.
 
     Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
-    rejects the messages.
-
-    `split_turns` is "never" for one example per conversation, or "always" for one example per answer to train on, which
-    ends with this answer. "auto" is "always" for a conversation in which later messages change the text of earlier
-    ones, other than special tokens after a turn, and "never" otherwise.
+    rejects the messages. `split_turns` is "never" for one example per conversation, or "always" for one example per
+    answer to train on, which ends with this answer. "auto" is "always" for a conversation in which later messages
+    change the text of earlier ones, other than special tokens after a turn, and "never" otherwise.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
@@ -84,15 +71,10 @@ class ChatRenderer:
             [marked] = self._render(chat, [len(chat.messages)], with_marks=True)
             if _find_problem(chat, trained, marked) is None:
                 return [marked]
-        found, text = self._find_answers(chat, trained)
-        if (shared := self._share(chat, text, found)) is not None:
+        examples, text = self._find_answers(chat, trained)
+        groups, counts = [[i] for i in trained], [i + 1 for i in trained]
+        if (shared := self._share(chat, text, dict(zip(trained, examples, strict=True)))) is not None:
             groups, examples, counts = [trained], [shared], [len(chat.messages)]
-        else:
-            groups = [[each.index] for each in found]
-            examples = [
-                Rendered(each.text, [(each.begin, self.end_of_turn(each.text))], each.omitted) for each in found
-            ]
-            counts = [each.index + 1 for each in found]
         if is_marked:
             pairs = zip(examples, self._render(chat, counts, with_marks=True), strict=True)
             examples = [Rendered(each.text, _overlapping(marked.spans, each.spans)) for each, marked in pairs]
@@ -106,8 +88,8 @@ class ChatRenderer:
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
 
-    def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[_Answer], str]:
-        """Find each trained answer in a rendering of the messages up to it. Also return the text of all messages."""
+    def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[Rendered], str]:
+        """Return one example for each trained answer, which ends with this answer, and the text of all messages."""
         prompts = self._render(chat, trained, for_generation=True)
         turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}))
         found = []
@@ -120,12 +102,13 @@ class ChatRenderer:
                         f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
                         f"this answer cannot be found: {_REPLACE}"
                     )
-            found.append(_Answer(i, turn, begin, prompt[begin:]))
+            found.append(Rendered(turn, [(begin, self.end_of_turn(turn))], prompt[begin:]))
         return found, turns[-1].text
 
-    def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
-        """Return one example with all answers, or None if each needs its own. `text` is the rendering of all messages.
+    def _share(self, chat: Conversation, text: str, examples: Mapping[int, Rendered]) -> Rendered | None:
+        """Return one example with all answers, or None if each needs its own.
 
+        `text` is the rendering of all messages. `examples` contains the example of each answer, keyed by its message.
         Special tokens after the end-of-turn token may be missing in `text`: Phi 3 ends only the last answer with an
         end-of-text token. An answer whose end-of-turn token differs needs its own example: gpt-oss ends only the last
         answer with <|return|>, which stops generation.
@@ -133,20 +116,20 @@ class ChatRenderer:
         if self._split_turns == "always":
             return None
         spans = []
-        for answer in answers:
-            turn = answer.text
+        for i, example in examples.items():
+            turn = example.text
             if not text.startswith(turn):
                 turn = text[: self._num_common(turn, text)]
-                missing = self._special_tokens.sub("", answer.text[len(turn) :]).strip()  # without special tokens
+                missing = self._special_tokens.sub("", example.text[len(turn) :]).strip()  # without special tokens
                 if missing or not turn.rstrip().endswith(self._special):
                     if self._split_turns == "auto":
                         return None
                     raise InvalidRecordError(
-                        f"{chat.location}: the chat template changes message {answer.index + 1} when messages are "
+                        f"{chat.location}: the chat template changes message {i + 1} when messages are "
                         f"added, so answers cannot share a sequence: use --split-turns auto, or {_REPLACE}"
                     )
-            spans.append((answer.begin, self.end_of_turn(turn)))
-        return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
+            spans.append((example.spans[0][0], self.end_of_turn(turn)))
+        return Rendered(text, spans, next((each.omitted for each in examples.values() if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:
         """Return the length of the common prefix of two texts, without an incomplete special token at the end."""
@@ -285,10 +268,9 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 
 
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the messages in two forms: with the arguments of tool calls as objects, and as JSON text.
+    """Return the messages with the arguments of tool calls as objects, and as JSON text, which some templates require.
 
-    Most templates convert objects to JSON, others raise an exception for an object. Without tool calls, there is one
-    form.
+    Without tool calls, there is one form.
     """
     if not any(message.get("tool_calls") for message in messages):
         return [messages]

@@ -98,12 +98,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
     Raises a `UserError`, which names the `setting` that specifies `location`, if there is no fast tokenizer.
     """
     files = tokenizer_files(location)
-    if not files:
-        raise UserError(
-            f"expected the directory of a tokenizer, or a data set with a tokenizer, got {str(location)!r}: "
-            f"change {setting}"
-        )
-    return _load(location, location, setting) if location.is_dir() else load_files(files, location, setting)
+    return _load(location, location, setting) if files and location.is_dir() else load_files(files, location, setting)
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
@@ -111,6 +106,11 @@ def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str
 
     `location`, from which the files were read, and `setting` are for errors, which `load_tokenizer` describes.
     """
+    if not files:
+        raise UserError(
+            f"expected the directory of a tokenizer, or a data set with a tokenizer, got {str(location)!r}: "
+            f"change {setting}"
+        )
     with tempfile.TemporaryDirectory() as name:  # transformers reads only directories
         write_files(files, Path(name))
         return _load(Path(name), location, setting)
@@ -138,8 +138,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer whose directory contains
-    a model of type qwen2.
+    The rules of Qwen2 split text into words, since transformers applies them beside any model of the type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -50,7 +50,6 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
         UserError: The device or the MPI library cannot be used.
     """
     world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
-    arguments = resolve_paths(arguments, world)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.chat, arguments.prompts))
     source = load_on_all_ranks(arguments, world)
     requests = world.run_on_all(lambda: _requests(source, examples))
@@ -66,20 +65,36 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
             streamer = _print_prompt(source.tokenizer, requests[index], len(requests)) if streams else None
             outputs.append(generate(model.module, requests[index].prompt, arguments.sampling, streamer))
     completions = sorted(output for rank_outputs in world.gather_objects(outputs) for output in rank_outputs)
-    if arguments.out is not None:
-        out = arguments.out
-        world.run_on_all(lambda: _write(out, source, requests, completions) if world.rank == 0 else None)
+    records = [output_record(source.tokenizer, *pair) for pair in zip(requests, completions, strict=True)]
+    if (out := arguments.out) is not None:
+        world.run_on_all(lambda: _write(out, records) if world.rank == 0 else None)
     elif world.rank == 0 and not streams:
-        for request, completion in zip(requests, completions, strict=True):
+        for request, record in zip(requests, records, strict=True):
             _print_prompt(source.tokenizer, request, len(requests))
-            print(output_record(source.tokenizer, request, completion)["completion"], flush=True)
+            print(record["completion"], flush=True)
     tickets.close()
     model.close()
     return completions
 
 
 def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationModel:
-    """Load the model `arguments.source` on all ranks. Call `resolve_paths` first. Collective."""
+    """Load the model `arguments.source` on all ranks, after downloading missing Hub models. Collective."""
+    report = partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
+    paths: dict[str, Any] = {}
+    for field, option in (("source", "SOURCE"), ("tokenizer", "--tokenizer"), ("base", "--base")):
+        if (path := getattr(arguments, field)) is not None:
+            directory = resolve_model_path(
+                str(path),
+                option,
+                weights=field != "tokenizer",
+                gather=world.gather_objects,
+                downloads=world.local_rank == 0,
+                report=report,
+            )
+            paths[field] = Path(directory)
+    for field, path in paths.items():
+        world.require_same(path.name, field)  # for a snapshot in a cache, the name is the commit
+    arguments = replace(arguments, **paths)
     source = world.run_on_all(lambda: load_generation_model(arguments, world.rank, world.size))
     world.require_same(Path(source.name).name, "SOURCE")
     return source
@@ -124,12 +139,11 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
     prompt cannot be encoded (see `encode_prompts`).
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
-    ends = stop if turn is None else (*stop, turn)
-    requests = []
-    for index, (example, tokens) in enumerate(zip(examples, encode_prompts(tokenizer, examples), strict=True)):
-        stop_tokens = ends if isinstance(example, Conversation) else stop
-        requests.append(Request(example, Prompt(index, tokens, tuple(dict.fromkeys(stop_tokens)))))
-    return requests
+    chat_stop = tuple(stop) if turn is None or turn in stop else (*stop, turn)
+    return [
+        Request(example, Prompt(index, tokens, chat_stop if isinstance(example, Conversation) else tuple(stop)))
+        for index, (example, tokens) in enumerate(zip(examples, encode_prompts(tokenizer, examples), strict=True))
+    ]
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
@@ -151,27 +165,6 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
     return requests
 
 
-def resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArguments:
-    """Replace the names of Hub models with their directories on this node, and download missing models. Collective."""
-    report = partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
-    paths: dict[str, Any] = {}
-    for field, option in (("source", "SOURCE"), ("tokenizer", "--tokenizer"), ("base", "--base")):
-        if (path := getattr(arguments, field)) is not None:
-            paths[field] = Path(
-                resolve_model_path(
-                    str(path),
-                    option,
-                    weights=field != "tokenizer",
-                    gather=world.gather_objects,
-                    downloads=world.local_rank == 0,
-                    report=report,
-                )
-            )
-    for field, path in paths.items():
-        world.require_same(path.name, field)  # for a snapshot in a cache, the name is the commit
-    return replace(arguments, **paths)
-
-
 def _check_out(out: Path | None) -> None:
     """Raise `UserError` before completions are generated if the output file cannot be written."""
     if out is None:
@@ -190,15 +183,13 @@ def _write_error(out: Path, error: OSError) -> UserError:
     return UserError(f"--out: cannot write {out}: {error.strerror}")
 
 
-def _write(out: Path, source: GenerationModel, requests: list[Request], completions: list[CompletionOutput]) -> None:
-    pairs = zip(requests, completions, strict=True)
-    lines = [json.dumps(output_record(source.tokenizer, *pair), ensure_ascii=False) for pair in pairs]
+def _write(out: Path, records: list[dict[str, Any]]) -> None:
     try:
         with atomic_write(out) as new:
-            new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            new.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in records), encoding="utf-8")
     except OSError as error:
         raise _write_error(out, error) from error
-    print(f"wrote {len(lines):,} completions to {out}", flush=True)
+    print(f"wrote {len(records):,} completions to {out}", flush=True)
 
 
 def _print_prompt(tokenizer: Any, request: Request, count: int) -> TextStreamer:
@@ -220,7 +211,7 @@ def chat(arguments: GenerateArguments, world: World, system: str | None = None) 
     """
     if world.size > 1:
         raise AllRanksUserError(f"chat: expected one process, got {world.size} ranks: start it without mpiexec")
-    source = load_on_all_ranks(resolve_paths(arguments, world), world)
+    source = load_on_all_ranks(arguments, world)
     if not source.tokenizer.chat_template:
         raise AllRanksUserError(
             f"{source.name}: expected a tokenizer with a chat template; odc-mpi generate --prompt needs none"

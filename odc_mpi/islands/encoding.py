@@ -38,7 +38,7 @@ _NOT_FINITE = 255
 #: Smallest exponent byte of a block that is not encoded as zeros. Smaller values, below 2**-118, are of no use, and
 #: from here on results do not depend on a processor's treatment of subnormal numbers.
 _SMALLEST = 9
-#: Blocks that are encoded at a time: 512 KiB of float32, so that intermediate tensors stay in a core's cache.
+#: Number of blocks that are encoded at a time: 512 KiB of float32, so that intermediate tensors stay in a core's cache.
 _CHUNK_BLOCKS = 4096
 
 

@@ -30,12 +30,12 @@ class OuterOptimizer:
     Args:
         slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
         local_share: `apply` sets local parameters to `local_share * local + (1 - local_share) * outer`.
-        error_feedback: True to add what encoding has lost from a difference to the next one of the fragment.
+        error_feedback: True to add the rounding errors of an encoded difference to the next one of the fragment.
 
     Attributes:
-        outer: Outer parameters, fp32, with the shapes of the slices.
-        velocities: Momentum, fp32, with the shapes of the slices.
-        residuals: What encoding has lost, fp32, with the shapes of the slices, or None without error feedback.
+        outer, velocities: Outer parameters and momentum, fp32, shaped like the slices.
+        message_bytes: Size of the encoded difference of each fragment, in bytes.
+        residuals: Rounding errors of the last differences, fp32, shaped like the slices; None without error feedback.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class OuterOptimizer:
     ) -> None:
         self._slices = [each.detach() for each in slices]
         self._fragments, self._encoding = fragments, encoding
+        self.message_bytes = [encoding.num_bytes(each.num_elements) for each in fragments]
         self._learning_rate, self._momentum, self._local_share = learning_rate, momentum, local_share
         self.outer = [each.to(torch.float32, copy=True) for each in self._slices]
         self.velocities = [torch.zeros_like(each) for each in self.outer]
@@ -62,7 +63,7 @@ class OuterOptimizer:
         difference = fragment.read(self.outer).sub_(fragment.read(self._slices))
         if self.residuals is not None:
             difference += fragment.read(self.residuals)
-        message = torch.empty(self._encoding.num_bytes(difference.numel()), dtype=torch.uint8, device=difference.device)
+        message = torch.empty(self.message_bytes[index], dtype=torch.uint8, device=difference.device)
         self._encoding.encode(difference, message)
         if self.residuals is not None:
             lost = difference - self._decode(index, message)

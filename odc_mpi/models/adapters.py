@@ -229,11 +229,10 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
         raise UserError("lora.target_modules: expected names of linear layers, or lora.target_parameters, got neither")
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
-        owners = {target: [name.rpartition(".")[0] for name in names] for target, names in target_parameters.items()}
-        checked = {"target_modules": target_modules, "modules_to_save": saved_modules, "target_parameters": owners}
-        for setting, matches in checked.items():
+        checked = {"target_modules": target_modules, "modules_to_save": saved_modules}
+        for setting, matches in (checked | {"target_parameters": target_parameters}).items():
             for requested, names in matches.items():
-                if any(modules.get(name) in (embedding, head) for name in names):
+                if any(modules.get(name.removesuffix(".weight")) in (embedding, head) for name in names):
                     raise UserError(
                         f"lora.{setting}: {requested} shares its weights between embedding and head, which cannot be "
                         "adapted separately: remove it"

@@ -10,8 +10,9 @@ mask restricts each token to the attention chunk that contains it. Such a mask i
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -32,15 +33,18 @@ class ContextParallelUnsupportedError(ValueError):
     """Raised if a model needs an operation that is not supported for a chunk of a sequence."""
 
 
-class SequenceChunk(Protocol):
-    """Chunk of a sequence that is split across ranks. The unsplit sequence has `num_tokens` tokens."""
+@dataclass(frozen=True)
+class SequenceChunk:
+    """Chunk of a sequence that is split across ranks.
+
+    Attributes:
+        num_tokens: Number of tokens of the unsplit sequence.
+        attend: Function that returns the causal attention to this and earlier chunks, shaped like the queries. Its
+            arguments are the queries, keys and values, `scaling` (see `packed_attention`), and the index of the layer.
+    """
 
     num_tokens: int
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
-    ) -> torch.Tensor:
-        """Return causal attention to this and earlier chunks, shaped like `query`. One-sided; waits for the latter."""
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, int], torch.Tensor]
 
 
 def packed_attention(

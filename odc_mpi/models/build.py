@@ -9,7 +9,7 @@ the full model. In all functions, `attn_implementation` selects the attention wi
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.formatting import did_you_mean
@@ -44,8 +45,7 @@ class MetaModel:
     Attributes:
         module: Model. Its buffers are in host memory.
         vocab_size: Number of rows of the embedding.
-        num_matmul_params: Number of parameters, excluding the embedding unless it is tied to the output layer.
-        attention_dim: Number of attention heads times `head_dim`.
+        flops: Model of the FLOPs of a sequence if all parameters are trained.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
@@ -54,9 +54,8 @@ class MetaModel:
     module: transformers.PreTrainedModel
     weights: WeightSource
     vocab_size: int
-    num_matmul_params: int
     num_layers: int
-    attention_dim: int
+    flops: CostModel
     packing: Packing
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
@@ -71,7 +70,7 @@ def from_config(
     `settings` is the value of `model.config`. Raises `UserError` if `model_type` is missing or unknown there, if
     transformers does not accept a setting, or if the model is multimodal or cannot be trained.
     """
-    model = _with_random_weights(_make_config(settings), "model.config", attn_implementation, task, seed)
+    model = _with_random_weights(_make_config(settings), "model.config", attn_implementation, task, seed)[0]
     _require_buffers(model.module, "model.config")
     return model
 
@@ -94,7 +93,7 @@ def from_saved_config(
     with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
     config = _override(config, settings, overrides)
-    return _with_random_weights(config, "the checkpoint", attn_implementation, task, seed)
+    return _with_random_weights(config, "the checkpoint", attn_implementation, task, seed)[0]
 
 
 def is_model_directory(path: Path) -> bool:
@@ -131,13 +130,11 @@ def from_directory(
         config = _override(config, content, overrides)
         composite = composite_of(config)
     config = composite.text_config if composite else config
-    module, packing = _on_meta(config, "model.path", attn_implementation, task)
-    random = RandomInitWeights(module, seed)
-    weights = SafetensorsWeights(path, module, composite, random, task.new_head)
-    _init_buffers(random)
-    weights.load_buffers(module)
-    _require_buffers(module, "model.path")
-    return _to_meta_model(module, packing, weights)
+    model, random = _with_random_weights(config, "model.path", attn_implementation, task, seed)
+    weights = SafetensorsWeights(path, model.module, composite, random, task.new_head)
+    weights.load_buffers(model.module)
+    _require_buffers(model.module, "model.path")
+    return replace(model, weights=weights)
 
 
 def _override(
@@ -164,16 +161,24 @@ def _user_errors(prefix: str) -> Iterator[None]:
 
 def _with_random_weights(
     config: transformers.PreTrainedConfig, setting: str, attn_implementation: str, task: Task, seed: int
-) -> MetaModel:
+) -> tuple[MetaModel, RandomInitWeights]:
     module, packing = _on_meta(config, setting, attn_implementation, task)
     weights = RandomInitWeights(module, seed)
-    _init_buffers(weights)
-    return _to_meta_model(module, packing, weights)
-
-
-def _init_buffers(weights: RandomInitWeights) -> None:
     with _user_errors("model: the buffers cannot be initialized, lower the sizes in the configuration"):
         weights.init_buffers()
+    config = module.config.get_text_config()
+    embedding = cast(torch.Tensor, module.get_input_embeddings().weight)
+    head = module.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    # The embedding is used in a matrix product only if it is tied to the head.
+    numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
+    settings = config.to_dict()  # Gemma 4 refuses attributes that differ between layers
+    num_heads = settings.get("num_attention_heads") or 1  # a state-space model has none
+    with _user_errors(f"model: {type(module).__name__} is not supported"):
+        size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
+        num_layers = config.num_hidden_layers
+    flops = flops_cost(numel, num_layers, size)
+    return MetaModel(module, weights, embedding.shape[0], num_layers, flops, packing), weights
 
 
 def _require_buffers(module: transformers.PreTrainedModel, setting: str) -> None:
@@ -188,20 +193,6 @@ def _check_counts(settings: Mapping[str, Any], prefix: str, source: str = "") ->
     for key, value in flatten_config(settings, prefix).items():
         if _COUNTS.search(key) and isinstance(value, int) and value > _MAX_MODULES:
             raise UserError(f"{source}{key}: expected at most {_MAX_MODULES}, got {value}")
-
-
-def _to_meta_model(module: transformers.PreTrainedModel, packing: Packing, weights: WeightSource) -> MetaModel:
-    config = module.config.get_text_config()
-    embedding = cast(torch.Tensor, module.get_input_embeddings().weight)
-    head = module.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
-    settings = config.to_dict()  # Gemma 4 refuses attributes that differ between layers
-    num_heads = settings.get("num_attention_heads") or 1  # a state-space model has none
-    with _user_errors(f"model: {type(module).__name__} is not supported"):
-        size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
-        layers = config.num_hidden_layers
-    return MetaModel(module, weights, embedding.shape[0], numel, layers, size, packing)
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
@@ -236,7 +227,6 @@ def _on_meta(
     config: transformers.PreTrainedConfig, setting: str, attn_implementation: str, task: Task
 ) -> tuple[transformers.PreTrainedModel, Packing]:
     attention.register()
-    task.configure(config, setting)
     config.use_cache = False
     for key, value in config.to_dict().items():
         if ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and not 0 <= value <= 1:
@@ -246,10 +236,6 @@ def _on_meta(
 
     def build(implementation: str | None) -> transformers.PreTrainedModel:
         with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a {task.description} from it"):
-            module: transformers.PreTrainedModel = task.auto_class.from_config(
-                config, attn_implementation=implementation, trust_remote_code=False, dtype=torch.float32
-            )
-        task.check(module, setting)
-        return module
+            return task.build(config, setting, attn_implementation=implementation, dtype=torch.float32)
 
     return build_for_training(build, setting, attn_implementation)

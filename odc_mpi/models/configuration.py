@@ -133,9 +133,8 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 def significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a `full_configuration` that affect the output of the model, keyed by dotted name."""
-    significant = {
-        key: significant_settings(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
-    }
-    return flatten_config(significant)
+
+    def is_significant(name: str) -> bool:
+        return name not in _INCIDENTAL and not name.startswith("_attn_implementation")
+
+    return {key: value for key, value in flatten_config(config).items() if all(map(is_significant, key.split(".")))}

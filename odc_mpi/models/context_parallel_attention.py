@@ -1,4 +1,4 @@
-"""Attention for one chunk of a sequence whose other chunks are on other ranks (context parallelism).
+"""Attention for one chunk of a sequence whose other chunks are on other ranks, and a check of models for this.
 
 The tokens of a chunk attend causally to the keys of this chunk, and without a mask to the keys of all earlier chunks.
 For each of these chunks, one kernel call returns an output and the log-sum-exp of the scores. The outputs are merged
@@ -10,41 +10,26 @@ ranks in Ring Attention (arXiv 2310.01889). No mask of size tokens x tokens is n
     backward   compute the gradients of the earlier chunks' keys and values, and send them; compute the gradients of
                this chunk's keys and values; add the gradients that the later chunks sent
 
-Given the merged output and log-sum-exp, the backward kernel yields the exact gradients for each chunk. A `KVExchange`
-transfers the keys and values. With grouped-query attention, it transfers key and value heads without repetition.
+Given the merged output and log-sum-exp, the backward kernel yields the exact gradients for each chunk. With
+grouped-query attention, key and value heads are transferred without repetition.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.autograd.function import once_differentiable
 
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.attention import ContextParallelUnsupportedError, SequenceChunk
+from odc_mpi.models.families import trial_inputs
 
 _aten = torch.ops.aten
-
-
-#: Keys and values of a chunk in one layer, or their gradients. Both are `[1, key_value_heads, tokens, head_dim]`.
-KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-class KVExchange(Protocol):
-    """Interface for transferring keys, values and their gradients between the chunks of a sequence."""
-
-    def publish_kv(self, layer: int, kv: KeyValue) -> None:
-        """Publish this chunk's keys and values in `layer` for later chunks. One-sided. Repeated calls do nothing."""
-
-    def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield the keys and values of earlier chunks in `layer`, in chunk order. One-sided; waits for each chunk."""
-
-    def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
-        """Send the i-th item of `grads` to the i-th earlier chunk. One-sided; may wait for free memory."""
-
-    def accumulate_kv_grads(self, layer: int, grads: KeyValue) -> KeyValue:
-        """Return the sum of `grads` and the gradients from all later chunks. One-sided; waits for the later chunks."""
+#: Types of rotary embeddings whose frequencies depend on the number of tokens in the input.
+_LENGTH_ROPES = ("dynamic", "longrope")
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -58,11 +43,12 @@ class ContextParallelAttention(torch.autograd.Function):
         value: torch.Tensor,
         scaling: float | None,
         layer: int,
-        exchange: KVExchange,
+        exchange: Any,
     ) -> torch.Tensor:
         """Compute the attention output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
 
         For tensors and `scaling`, see `attention.packed_attention`. Values are shaped like keys. `layer` counts from 0.
+        `exchange` transfers keys, values and their gradients; see `comm.context_parallel.kv_exchange`.
         """
         exchange.publish_kv(layer, (key, value))
         output, lse = _attend(query, key, value, scaling, causal=True)
@@ -70,7 +56,7 @@ class ContextParallelAttention(torch.autograd.Function):
         earlier: list[torch.Tensor] = []
         for kv in exchange.earlier_kv(layer):
             earlier += kv
-            merged, lse = _merge(merged, lse, *_attend(query, *kv, scaling, causal=False))
+            merged, lse = _merge(merged, lse, *_attend(query, kv[0], kv[1], scaling, causal=False))
         output = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse, *earlier)
         ctx.scaling, ctx.layer, ctx.exchange = scaling, layer, exchange
@@ -83,21 +69,19 @@ class ContextParallelAttention(torch.autograd.Function):
         query, key, value, output, lse, *earlier = ctx.saved_tensors
         upstream = upstream.contiguous()
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
-        earlier_grads: list[KeyValue] = []
+        earlier_grads = []
         for kv in zip(earlier[::2], earlier[1::2], strict=True):
             part, *kv_grads = _attend_backward(upstream, query, *kv, output, lse, ctx.scaling, causal=False)
             query_grad += part
-            earlier_grads.append((kv_grads[0], kv_grads[1]))
+            earlier_grads.append(kv_grads)
         kv_needs_grad = any(ctx.needs_input_grad[1:3])  # else keys and values depend on no trainable parameter
-        exchange = cast(KVExchange, ctx.exchange)
         if kv_needs_grad:
-            exchange.send_kv_grads(ctx.layer, earlier_grads)
+            ctx.exchange.send_kv_grads(ctx.layer, earlier_grads)
         part, *kv_grads = _attend_backward(upstream, query, key, value, output, lse, ctx.scaling, causal=True)
         query_grad += part
-        grads = (kv_grads[0], kv_grads[1])
         if kv_needs_grad:
-            grads = exchange.accumulate_kv_grads(ctx.layer, grads)
-        return query_grad.to(query.dtype), *grads, None, None, None
+            kv_grads = ctx.exchange.accumulate_kv_grads(ctx.layer, kv_grads)
+        return query_grad.to(query.dtype), *kv_grads, None, None, None
 
 
 #: Function with the arguments and result of `ContextParallelAttention.forward`. One-sided.
@@ -210,3 +194,53 @@ def _pad_head_dim(states: torch.Tensor) -> torch.Tensor:
 def _repeat_heads(query: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
     """Repeat heads of keys and values to as many as `query` has, for a kernel without grouped-query attention."""
     return [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in states]
+
+
+def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> tuple[int, int]:
+    """Check that a model supports context parallelism, and return the shape of its attention.
+
+    The results for a chunk must be the same as in the unsplit sequence. Every layer must therefore attend causally to
+    the full sequence through `packed_attention`, and no other operation may depend on other tokens or the sequence
+    length. The check runs a forward pass of `module`, which must be on the meta device, in training mode and without
+    adapters. `num_tokens` is the length of the longest sequence.
+
+    Returns:
+        The number of layers, and the number of elements in the keys and values of one token in one layer (maximum over
+        the layers).
+
+    Raises:
+        ContextParallelUnsupportedError: The check failed.
+    """
+    config = module.config.get_text_config()
+    if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
+        raise ContextParallelUnsupportedError(f"its rotary frequencies depend on the length: {', '.join(ropes)}")
+    if getattr(config, "output_router_logits", False):
+        raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
+    layers: list[int] = []
+    sizes: list[int] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, layer: int) -> torch.Tensor:
+        layers.append(layer)
+        sizes.append((key.numel() + value.numel()) // key.shape[2])
+        return torch.empty_like(query)
+
+    try:
+        module(**trial_inputs([3]), chunk=SequenceChunk(num_tokens, attend))
+    except ContextParallelUnsupportedError:
+        raise
+    except Exception as error:  # for example a module that reads values, see `build`
+        raise ContextParallelUnsupportedError(
+            f"{type(module).__name__} cannot run on the meta device: {one_line_message(error)}"
+        ) from error
+    if not layers or layers != list(range(len(layers))):
+        raise ContextParallelUnsupportedError(f"expected one attention in each layer, in order, got {layers}")
+    return len(layers), max(sizes)
+
+
+def _rope_types(content: Any) -> Iterator[str]:
+    """Yield the types of rotary embeddings in a configuration, which may specify a type for each layer type."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            yield from _rope_types(value)

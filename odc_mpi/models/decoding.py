@@ -59,17 +59,11 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
         )
         return decoded
 
-    devices = [module.device] if module.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _with_cache(module):
-        yield decode
-
-
-@contextmanager
-def _with_cache(module: Any) -> Iterator[None]:
     training = [submodule for submodule in module.modules() if submodule.training]
     configs: list[Any] = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
     before = [(config, config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
     default = module.generation_config
+    devices = [module.device] if module.device.type == "cuda" else []
     try:
         module.eval()
         eager = module.config._attn_implementation in ("eager", IMPLEMENTATIONS["eager"]) or not module._supports_sdpa
@@ -78,7 +72,8 @@ def _with_cache(module: Any) -> Iterator[None]:
         module.generation_config = transformers.GenerationConfig()
         for config in configs:
             config.use_cache = True
-        yield
+        with torch.random.fork_rng(devices=devices):
+            yield decode
     finally:
         module.generation_config = default
         for config, attention, use_cache in before:

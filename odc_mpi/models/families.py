@@ -78,10 +78,10 @@ def build_for_training(
     packing = Packing(reason) if reason else _try_packed(module)
     if packing.unpacked_reason is not None:
         module = build("eager" if attn_implementation == "eager" else None)
+        module.register_forward_pre_hook(_without_packed_inputs, with_kwargs=True)
         _refuse_untrainable(module, setting)
         if reason is None:  # the trial failed
             _refuse_invalid(module, setting)
-        module.register_forward_pre_hook(_without_packed_inputs, with_kwargs=True)
     return module, packing
 
 
@@ -123,12 +123,18 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
     return Packing(soft_caps=any(has_soft_cap for _, has_soft_cap in calls))
 
 
-def trial_inputs(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments with which a model on the meta device runs on packed sequences of the given lengths."""
-    tokens = torch.zeros(1, sum(lengths), dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens, "position_ids": tokens, **flash_attention_kwargs(lengths)}
-    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
-    return inputs | {"attention_mask": torch.ones_like(tokens)}
+def trial_inputs(lengths: Sequence[int], *, packs: bool = True) -> dict[str, Any]:
+    """Return the arguments with which a model on the meta device runs on sequences of the given lengths.
+
+    `packs` is False for a model that trains on one sequence per microbatch, and then there must be one length.
+    """
+    num_tokens = sum(lengths)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
+    # Without a mask, transformers would search the positions for sequences or create a mask of the scores, for which it
+    # reads values. Meta tensors have no values.
+    mask = torch.ones_like(tokens) if packs else torch.zeros(1, 1, num_tokens, num_tokens, device="meta")
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
+    return inputs | flash_attention_kwargs(lengths)
 
 
 def _is_trial_artifact(error: Exception) -> bool:
@@ -167,11 +173,8 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
 
 def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
     """Raise `UserError` if a forward pass with two tokens on the meta device shows that the model cannot run."""
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    # Without this mask of the scores, transformers would create one, and read values for this.
-    mask = torch.zeros(1, 1, 2, 2, device="meta")
     try:
-        module(input_ids=tokens, attention_mask=mask, use_cache=False)
+        module(**trial_inputs([2], packs=False))
     except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
         if not _is_trial_artifact(error):
             raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error

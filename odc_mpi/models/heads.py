@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from odc_mpi.errors import UserError
-from odc_mpi.models.logps.logit_transform import replaced_forwards
+from odc_mpi.models.token_logps import replaced_forwards
 
 #: Entry that odc_mpi sets to True in config.json of a reward model. It means that chats end with the end-of-turn token
 #: in training, without the whitespace that templates append.
@@ -35,27 +35,27 @@ class Task:
     peft_type: str
     new_head: str | None = None
 
-    def configure(self, config: Any, setting: str) -> None:
-        """Set the number of outputs to 1 in the configuration of a reward model. Do nothing for other tasks.
+    def build(self, config: Any, setting: str, **options: Any) -> transformers.PreTrainedModel:
+        """Build a model with `auto_class.from_config`, which receives `options`.
 
-        Raises `UserError` if transformers has no sequence classifier for the model. The message names `setting`.
+        Raises `UserError` if a reward model would not be a causal model with a linear layer `new_head` that has one
+        output. The message names `setting`.
         """
-        if self is REWARD:
+        if self.new_head:
             if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
                 raise UserError(
                     f"{setting}: run.objective reward trains a sequence classifier of transformers, which has none for "
                     f"{config.model_type}: choose another model"
                 )
             config.num_labels = 1
-
-    def check(self, module: nn.Module, setting: str) -> None:
-        """Raise `UserError` unless the head `new_head`, if any, is a linear layer with one output."""
-        head = self.new_head and getattr(module, self.new_head, None)
+        module: transformers.PreTrainedModel = self.auto_class.from_config(config, trust_remote_code=False, **options)
+        head = getattr(module, self.new_head or "", None)
         if self.new_head and not (isinstance(head, nn.Linear) and head.out_features == 1):
             raise UserError(
                 f"{setting}: run.objective reward requires a causal model with a linear layer {self.new_head} that "
                 f"scores each token, got {type(module).__name__}"
             )
+        return module
 
 
 CAUSAL_LM = Task("causal model", transformers.AutoModelForCausalLM, "CAUSAL_LM")

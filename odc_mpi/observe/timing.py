@@ -84,14 +84,14 @@ class StepTimeMetrics(Callback):
 
     def __init__(self, world: World, model: sharded.ShardedModel, clock: Callable[[], float]) -> None:
         self._world, self._model, self._clock = world, model, clock
-        self._num_collectives = model.usage.num_collectives
+        self._seconds, self._num_collectives = model.spans.seconds, model.usage.num_collectives
         self._num_steps = self._num_microbatches = 0
         self._began = self._fetch_s = self._accumulate_s = 0.0
 
     @override
     def on_step_begin(self, step: Step) -> None:
         self._num_microbatches = 0
-        self._fetch_s, self._accumulate_s = self._model.usage.fetch_wait_s, self._model.usage.accumulate_wait_s
+        self._fetch_s, self._accumulate_s = self._seconds["fetch"], self._seconds["accumulate"]
         self._began = self._clock()
 
     @override
@@ -100,8 +100,8 @@ class StepTimeMetrics(Callback):
 
     @override
     def local_values(self) -> tuple[float, ...]:
-        fetch_s = self._model.usage.fetch_wait_s - self._fetch_s
-        accumulate_s = self._model.usage.accumulate_wait_s - self._accumulate_s
+        fetch_s = self._seconds["fetch"] - self._fetch_s
+        accumulate_s = self._seconds["accumulate"] - self._accumulate_s
         return self._clock() - self._began, fetch_s, accumulate_s, float(self._num_microbatches)
 
     @override
@@ -133,7 +133,8 @@ class StepTimeMetrics(Callback):
         num_collectives = usage.num_collectives - self._num_collectives
         peaks = {name: getattr(usage, name) for name in ("peak_parameter_bytes", "peak_gradient_bytes")}
         sizes = {"parameter_cache_bytes": caches.parameters, "gradient_cache_bytes": caches.gradients}
-        waits = {name: getattr(usage, name) for name in ("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s")}
+        waits = {f"{kind}_wait_s": self._seconds[kind] for kind in ("fetch", "accumulate")}
+        waits["boundary_wait_s"] = usage.boundary_wait_s
         gathered = self._world.gather_objects(peaks | sizes | waits)
         values = {name: [of_rank[name] for of_rank in gathered] for name in gathered[0]}
         return {

@@ -16,7 +16,7 @@ A setting other than `auto` takes precedence. Every choice comes with a reason, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_seconds
@@ -39,24 +39,17 @@ ReductionSetting = Literal["auto", "accumulate", "mailbox"]
 ProgressSetting = Literal["auto", "off", "thread"]
 WindowDeviceSetting = Literal["auto", "cuda", "cpu"]
 NodeCacheSetting = Literal["auto", "off"]
-_SETTINGS = {
-    "zero_copy": ZeroCopySetting,
-    "reduction": ReductionSetting,
-    "progress": ProgressSetting,
-    "window_device": WindowDeviceSetting,
-    "node_cache": NodeCacheSetting,
-}
 
 
 @dataclass(frozen=True)
 class CommSettings:
     """Settings in the section `comm` that choose how ranks communicate. Raises `UserError` if a value is invalid."""
 
-    zero_copy: str = "auto"
-    reduction: str = "auto"
-    progress: str = "auto"
-    window_device: str = "auto"
-    node_cache: str = "auto"
+    zero_copy: ZeroCopySetting = "auto"
+    reduction: ReductionSetting = "auto"
+    progress: ProgressSetting = "auto"
+    window_device: WindowDeviceSetting = "auto"
+    node_cache: NodeCacheSetting = "auto"
     mailbox_bytes: int = 64 << 20
 
     @property
@@ -65,9 +58,9 @@ class CommSettings:
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
-        for name, setting in _SETTINGS.items():
+        for name, setting in get_type_hints(CommSettings).items():
             value, values = getattr(self, name), get_args(setting)
-            if value not in values:
+            if values and value not in values:
                 raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
 
 
@@ -182,14 +175,14 @@ def decide(
     elif window_device is not None and window_device.value == "cuda":
         peers = findings.peers
         window = Choice("create", "Win.Create on memory of the GPUs")
-        zero_copy = _zero_copy_on_device(report, settings.zero_copy)
-        reduction = _reduction_on_device(findings, settings.reduction)
+        zero_copy = _zero_copy(report, settings.zero_copy, on_device=True)
+        reduction = _reduction(peers, settings.reduction, findings.reduction_objections)
     else:
-        zero_copy = _zero_copy(report, settings.zero_copy)
+        zero_copy = _zero_copy(report, settings.zero_copy, on_device=False)
         window = Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
         if zero_copy.value == "on":
             window = Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
-        reduction = _reduction(peers, settings.reduction)
+        reduction = _reduction(peers, settings.reduction, {})
     progress = _progress(report, peers, settings.progress, reduction.value)
     return Decision(window, zero_copy, reduction, progress, window_device, settings)
 
@@ -200,20 +193,18 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
     `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
     origin = ("from_device",) if decision.windows_on_device and not decision.maps_devices else ()
-    where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
+    where, advice = (", on devices,", ", or set comm.window_device to cpu") if origin else ("", "")
+    names = ("get", "put" if decision.reduction.value == "mailbox" else "accumulate")
+    trials = [(name, origin, where, advice) for name in names]
+    if tickets:
+        trials.append(("fetch_and_op", (), "", ", or set data.balance to lb_mini"))
     for kind in report.kinds:
-        for name in ("get", "put" if decision.reduction.value == "mailbox" else "accumulate"):
-            _require_correct(report, (*origin, kind, name), f"{LOCATIONS[kind]}{where}", advice)
-        if tickets:
-            _require_correct(report, (kind, "fetch_and_op"), LOCATIONS[kind], "set data.balance to lb_mini")
-
-
-def _require_correct(report: ProbeReport, trial: tuple[str, ...], where: str, advice: str) -> None:
-    if wrong := report.wrong_data(*trial):
-        raise UserError(
-            f"{OPERATION_NAMES[trial[-1]]} with a peer {where} delivers wrong data under {report.library} ({wrong}): "
-            f"use another MPI library (odc-mpi doctor tests it){advice and ', or '}{advice}"
-        )
+        for name, origin, where, advice in trials:
+            if wrong := report.wrong_data(*origin, kind, name):
+                raise UserError(
+                    f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}{where} delivers wrong data under "
+                    f"{report.library} ({wrong}): use another MPI library (odc-mpi doctor tests it){advice}"
+                )
 
 
 def _window_device(
@@ -234,26 +225,13 @@ def _window_device(
     return Choice("cuda", "odc-mpi doctor has seen all operations work that windows on GPUs need")
 
 
-def _zero_copy_on_device(report: ProbeReport, setting: str) -> Choice:
-    if report.kinds:
+def _zero_copy(report: ProbeReport, setting: str, *, on_device: bool) -> Choice:
+    if on_device and report.kinds:
         return Choice("off", "parameters are fetched from the owners' GPUs before use")
-    return Choice("on", ONLY_RANK_REASON) if setting == "auto" else Choice(setting, "set by comm.zero_copy")
-
-
-def _reduction_on_device(findings: DeviceFindings, setting: str) -> Choice:
-    objections = findings.reduction_objections
-    if setting == "auto" and findings.peers:
-        if "accumulate" in objections:
-            # If Put was not seen to work either, the user has set window_device: Put is more likely to work.
-            return Choice("mailbox", objections["accumulate"])
-        if "mailbox" in objections:
-            return Choice("accumulate", objections["mailbox"])
-    return _reduction(findings.peers, setting)
-
-
-def _zero_copy(report: ProbeReport, setting: str) -> Choice:
     if setting != "auto":
         return Choice(setting, "set by comm.zero_copy")
+    if on_device:
+        return Choice("on", ONLY_RANK_REASON)
     shared = report.shared_memory
     if shared.readable is None or shared.contiguous is None:
         return Choice("off", "Win.Allocate_shared gave no answer")
@@ -266,12 +244,16 @@ def _zero_copy(report: ProbeReport, setting: str) -> Choice:
     return Choice("on", f"ranks of a node read shared memory, 64 bytes in {format_seconds(shared.load_s)}")
 
 
-def _reduction(peers: Mapping[str, Peer], setting: str) -> Choice:
+def _reduction(peers: Mapping[str, Peer], setting: str, objections_on_device: Mapping[str, str]) -> Choice:
     if setting != "auto":
         return Choice(setting, "set by comm.reduction")
     if not peers:
         # With one process, Accumulate of MPICH has a quarter of the bandwidth that it has between two.
         return Choice("mailbox", "the only rank adds its gradients itself")
+    # If windows on GPUs are used although neither works, the user has set window_device: Put is more likely to work.
+    for name, other in (("accumulate", "mailbox"), ("mailbox", "accumulate")):
+        if name in objections_on_device:
+            return Choice(other, objections_on_device[name])
     objections = [text for kind, peer in peers.items() if (text := _accumulate_objection(kind, peer))]
     if objections and any(peer.put.idle_s is None for peer in peers.values()):
         return Choice("accumulate", f"{objections[0]}, nor did Put")

@@ -25,7 +25,7 @@ from odc_mpi.comm.windows.rma import as_mpi_buffer, messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
 from odc_mpi.probe.operations import Buffer
-from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, OnMessage, ProbeReport, Problem
+from odc_mpi.probe.report import DEVICE_OPERATIONS, NO_ANSWER, OnMessage, ProbeReport, Problem
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
@@ -51,7 +51,7 @@ def try_device(
     on_message(report, "device.memory")
     errors = [error for error in world.gather_objects(allocation_error(device, LARGE_BYTES[-1])) if error]
     if errors:
-        return report.with_problem(Problem(("device", "memory"), Cause.OTHER, errors[0]))
+        return report.with_problem(Problem(("device", "memory"), errors[0]))
     on_message(report, "device.mapping")
     report = report.with_device(mapping_error=mapping_error(world, device) or "")
     on_message(report, "device.window")
@@ -84,7 +84,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
-    if cached is not None and any(problem.cause is Cause.NO_ANSWER for problem in cached.problems):
+    if cached is not None and any(problem.what.startswith(NO_ANSWER) for problem in cached.problems):
         cached = cache.load(key, NO_ANSWER_MAX_AGE_S)
     return world.gather_objects(cached)[0]
 

@@ -48,20 +48,15 @@ _YES_NO = {True: "yes", False: "no", None: "no answer"}
 _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
 
 
-def doctor(
-    as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
-) -> int:
+def doctor(as_json: bool) -> int:
     """Probe the MPI stack in child processes, and print the results on rank 0 as tables or as JSON. Collective.
 
-    Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0.
-
-    `probe` is the command that starts the child process. The time limits are `deadline_s` for the entire probe, plus
-    `DEVICE_S` on machines with a GPU, and `operation_s` for each trial. After a limit, the results so far are printed.
+    Returns the exit code, which is 1 on rank 0 if MPI did not start, otherwise 0. After a time limit, the results so
+    far are printed.
     """
     rank = launched_rank()
-    if has_gpu():
-        deadline_s += DEVICE_S
-    with run_in_child(probe, rank, deadline_s, operation_s) as result:
+    deadline_s = DEADLINE_S + (DEVICE_S if has_gpu() else 0.0)
+    with run_in_child(PROBE, rank, deadline_s, OPERATION_S) as result:
         return 0 if rank else _print_result(result, as_json)
 
 
@@ -95,8 +90,7 @@ def _report(result: ChildResult) -> ProbeReport:
         free = free_shm_bytes()
         free_mib = "no" if free is None else free >> 20
         failure += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
-    where = (doing or "closing").replace(".", " ")
-    return report.with_problem(Problem.read(f"{where}: {failure}"))
+    return report.with_problem(Problem(tuple((doing or "closing").split(".")), failure))
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:

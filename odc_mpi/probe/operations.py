@@ -6,14 +6,14 @@ exact, so results are compared bitwise with the expected content, which the orig
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from typing_extensions import override
 
 #: Size of the counter at the end of the window, in bytes.
 COUNTER_BYTES = 8
+#: Size of a small operation, in bytes.
+SMALL_BYTES = 64
 
 
 def pattern(num_bytes: int) -> np.ndarray:
@@ -43,7 +43,10 @@ class Buffer:
 
 
 class ProbeLink:
-    """Buffers of an origin, and the expected content of the window of `target`, a rank of the window's group.
+    """Operations on the window of `target`, a rank of the window's group, with buffers at the origin.
+
+    Put overwrites the initial numbers in a different order. Accumulate adds the same values. Fetch_and_op increments
+    the counter.
 
     Args:
         win: Locked window with a displacement unit of one byte.
@@ -56,133 +59,70 @@ class ProbeLink:
     def __init__(
         self, win: MPI.Win, target: int, expected: np.ndarray, allocate: Callable[[np.ndarray], Buffer], rotation: int
     ) -> None:
-        self.win, self.target, self.expected = win, target, expected
+        self._win, self._target, self.expected = win, target, expected
         first = pattern(expected.size)[: expected.size - COUNTER_BYTES]
-        self.values = np.roll(first.view(np.float32)[::-1], rotation).view(np.uint8)
-        self.sent, self.received = allocate(self.values), allocate(np.ones(expected.size, dtype=np.uint8))
+        self._values = np.roll(first.view(np.float32)[::-1], rotation).view(np.uint8)
+        self._sent, self.received = allocate(self._values), allocate(np.ones(expected.size, dtype=np.uint8))
+        self._one, self._fetched = np.ones(1, dtype=np.int64), np.empty(1, dtype=np.int64)
+        self._counter = (expected.size - COUNTER_BYTES, 1, MPI.INT64_T)
+        self._fetched_in_order = True
+        self._runs: Counter[tuple[str, int]] = Counter()  # by operation and number of bytes
+
+    def run(self, name: str, num_bytes: int) -> None:
+        """Run an operation on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
+        self._runs[name, num_bytes] += 1
+        self._run(name, num_bytes)
 
     def get(self, num_bytes: int) -> None:
         """Read the first `num_bytes` bytes of the target's window into `received`. One-sided."""
-        self.win.Get([self.received.memory[:num_bytes], MPI.BYTE], self.target, (0, num_bytes, MPI.BYTE))
-        self.win.Flush(self.target)
+        self._win.Get([self.received.memory[:num_bytes], MPI.BYTE], self._target, (0, num_bytes, MPI.BYTE))
+        self._win.Flush(self._target)
 
+    def write(self, name: str, source: Buffer, num_bytes: int) -> None:
+        """Put ("put") or add ("accumulate") the first `num_bytes` bytes of `source`, and wait. One-sided."""
+        memory = source.memory[:num_bytes]
+        if name == "put":
+            self._win.Put([memory, MPI.BYTE], self._target, (0, num_bytes, MPI.BYTE))
+        else:
+            self._win.Accumulate([memory, MPI.FLOAT], self._target, (0, num_bytes // 4, MPI.FLOAT), MPI.SUM)
+        self._win.Flush(self._target)
 
-class TrialOperation:
-    """One-sided operation on one target, which can be run repeatedly and then checked."""
-
-    #: Size of a small operation, in bytes.
-    small_bytes = 64
-    #: True if larger sizes are tried, too.
-    grows = True
-
-    def __init__(self, link: ProbeLink) -> None:
-        self.link = link
-        self._runs: Counter[int] = Counter()  # by number of bytes
-
-    def run(self, num_bytes: int) -> None:
-        """Run the operation on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
-        self._runs[num_bytes] += 1
-        self._run(num_bytes)
-
-    def is_correct(self) -> bool:
-        """Return True if all runs had the expected effect. One-sided."""
-        max_bytes = max(self._runs)
-        return np.array_equal(self.link.received.read(max_bytes), self.link.expected[:max_bytes])
-
-    def _run(self, num_bytes: int) -> None:
-        raise NotImplementedError
-
-
-class Get(TrialOperation):
-    """Reads the target's window."""
-
-    def _run(self, num_bytes: int) -> None:
-        self.link.get(num_bytes)
-
-
-class Write(TrialOperation):
-    """Writes the values of a buffer at the origin to the target's window, or adds them to it."""
-
-    def write(self, source: Buffer, num_bytes: int) -> None:
-        """Write or add the first `num_bytes` bytes of `source`, and wait for completion. One-sided."""
-        raise NotImplementedError
-
-    @override
-    def is_correct(self) -> bool:
-        link, max_bytes = self.link, max(self._runs)
-        for num_bytes, num_runs in self._runs.items():
-            self._expect(link.expected[:num_bytes], link.values[:num_bytes], num_runs)
-        link.received.fill(255, max_bytes)
-        link.get(max_bytes)
-        is_correct = super().is_correct()
+    def is_correct(self, name: str) -> bool:
+        """Return True if all runs of an operation had the expected effect. One-sided."""
+        runs = {num_bytes: num_runs for (tried, num_bytes), num_runs in self._runs.items() if tried == name}
+        if name == "fetch_and_op":
+            self._read_counter()
+            return self._fetched_in_order and bool(self._fetched[0] == sum(runs.values()))
+        max_bytes = max(runs)
+        if name != "get":
+            for num_bytes, num_runs in runs.items():
+                content, values = self.expected[:num_bytes], self._values[:num_bytes]
+                if name == "put":
+                    content[:] = values
+                else:
+                    content.view(np.float32)[:] += num_runs * values.view(np.float32)
+            self.received.fill(255, max_bytes)
+            self.get(max_bytes)
+        found = self.received.read(max_bytes)
+        is_correct = np.array_equal(found, self.expected[:max_bytes])
         # The next operation starts from the actual content, correct or not.
-        link.expected[:max_bytes] = link.received.read(max_bytes)
+        if name != "get":
+            self.expected[:max_bytes] = found
         return is_correct
 
-    def _run(self, num_bytes: int) -> None:
-        self.write(self.link.sent, num_bytes)
+    def _run(self, name: str, num_bytes: int) -> None:
+        if name == "get":
+            self.get(num_bytes)
+        elif name != "fetch_and_op":
+            self.write(name, self._sent, num_bytes)
+        else:
+            one, fetched = [self._one, MPI.INT64_T], [self._fetched, MPI.INT64_T]
+            self._win.Fetch_and_op(one, fetched, self._target, self._counter[0], MPI.SUM)
+            self._win.Flush(self._target)
+            self._fetched_in_order &= bool(self._fetched[0] == self._runs[name, num_bytes] - 1)
 
-    def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
-        """Change the expected content as `num_runs` runs with the same values do."""
-        raise NotImplementedError
-
-
-class Put(Write):
-    """Overwrites the target's window with its initial numbers in a different order."""
-
-    @override
-    def write(self, source: Buffer, num_bytes: int) -> None:
-        win, target = self.link.win, self.link.target
-        win.Put([source.memory[:num_bytes], MPI.BYTE], target, (0, num_bytes, MPI.BYTE))
-        win.Flush(target)
-
-    @override
-    def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
-        content[:] = values
-
-
-class Accumulate(Write):
-    """Adds integer-valued float32 numbers, small enough for every sum to be exact."""
-
-    @override
-    def write(self, source: Buffer, num_bytes: int) -> None:
-        win, target = self.link.win, self.link.target
-        win.Accumulate([source.memory[:num_bytes], MPI.FLOAT], target, (0, num_bytes // 4, MPI.FLOAT), MPI.SUM)
-        win.Flush(target)
-
-    @override
-    def _expect(self, content: np.ndarray, values: np.ndarray, num_runs: int) -> None:
-        content.view(np.float32)[:] += num_runs * values.view(np.float32)
-
-
-class FetchAndOp(TrialOperation):
-    """Increments the counter and fetches its previous value. The check reads the counter as the work queue does."""
-
-    small_bytes = COUNTER_BYTES
-    grows = False
-
-    def __init__(self, link: ProbeLink) -> None:
-        super().__init__(link)
-        self._one, self._fetched = np.ones(1, dtype=np.int64), np.empty(1, dtype=np.int64)
-        self._offset = link.expected.size - COUNTER_BYTES
-        self._fetched_in_order = True
-
-    def _run(self, num_bytes: int) -> None:
-        win, target = self.link.win, self.link.target
-        win.Fetch_and_op([self._one, MPI.INT64_T], [self._fetched, MPI.INT64_T], target, self._offset, MPI.SUM)
-        win.Flush(target)
-        self._fetched_in_order &= bool(self._fetched[0] == self._runs[num_bytes] - 1)
-
-    @override
-    def is_correct(self) -> bool:
-        self._get_accumulate()
-        return self._fetched_in_order and bool(self._fetched[0] == self._runs.total())
-
-    def _get_accumulate(self) -> None:
-        link, location, element = self.link, (self._offset, 1, MPI.INT64_T), MPI.INT64_T
-        link.win.Get_accumulate([self._one, element], [self._fetched, element], link.target, location, MPI.NO_OP)
-        link.win.Flush(link.target)
-
-
-#: Classes of the operations, keyed by their names in a report.
-OPERATIONS_BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}
+    def _read_counter(self) -> None:
+        """Read the counter as the work queue does."""
+        one, fetched = [self._one, MPI.INT64_T], [self._fetched, MPI.INT64_T]
+        self._win.Get_accumulate(one, fetched, self._target, self._counter, MPI.NO_OP)
+        self._win.Flush(self._target)

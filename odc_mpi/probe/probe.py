@@ -9,7 +9,7 @@ sends the report so far to its parent before each trial and at the end.
 
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,7 @@ def device_on_all_ranks(world: World) -> "Device | None":
     return device if all(world.gather_objects(device is not None)) else None
 
 
-def main(arguments: Sequence[str], send: Callable[[ChildMessage], None]) -> None:
+def main(send: Callable[[ChildMessage], None]) -> None:
     """Probe the MPI stack as a child process (see `runtime.start.launch`). Collective."""
     with World(timeout_s=PROGRAM_S) as world:
         # Before the first message: loading CuPy may take longer than the deadline of an operation.

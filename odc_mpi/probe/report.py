@@ -5,7 +5,6 @@ A field is None if its result is missing, unless its description says otherwise.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -25,6 +24,14 @@ DEVICE_OPERATIONS = (
     ("accumulate", "from_host"),
     ("accumulate", "from_device"),
 )
+
+
+#: Problems found by a trial.
+WRONG = "received data differs from what was sent"
+STALE = "a read returned an old value after a new one had been announced"
+INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
+#: Beginning of the problem of a trial that exceeded its time limit.
+NO_ANSWER = "no answer within"
 
 
 @dataclass(frozen=True)
@@ -105,16 +112,6 @@ class DeviceWindows:
     from_host: Peers = Peers()
 
 
-class Cause(Enum):
-    """Cause of a problem. Each value is the beginning of the problem's text."""
-
-    WRONG = "received data differs from what was sent"
-    STALE = "a read returned an old value after a new one had been announced"
-    INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
-    NO_ANSWER = "no answer within"
-    OTHER = ""
-
-
 @dataclass(frozen=True)
 class Problem:
     """Problem in a trial, which is printed, and stored in JSON, as text.
@@ -122,17 +119,11 @@ class Problem:
     Attributes:
         where: Name of the trial, such as ("closing",) or ("same_node", "put") or, with windows on devices and the
             memory at the origin, ("from_device", "same_node", "put").
-        detail: Time limit for `Cause.NO_ANSWER`, description for `Cause.OTHER`, and otherwise empty.
+        what: `WRONG`, `STALE`, `INCONCLUSIVE`, `NO_ANSWER` followed by a time limit, or another description.
     """
 
     where: tuple[str, ...]
-    cause: Cause
-    detail: str = ""
-
-    @property
-    def what(self) -> str:
-        """Description without the name of the trial."""
-        return f"{self.cause.value} {self.detail}".strip()
+    what: str
 
     def __str__(self) -> str:
         return f"{' '.join(self.where)}: {self.what}"
@@ -141,8 +132,7 @@ class Problem:
     def read(cls, text: str) -> "Problem":
         """Parse the result of `str(problem)`."""
         where, _, what = text.partition(": ")
-        cause = next(cause for cause in Cause if what.startswith(cause.value))
-        return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
+        return cls(tuple(where.split()), what)
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,7 @@ class ProbeReport:
         """Return a copy in which the given fields of `device` are replaced."""
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
-    def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
+    def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: str | None) -> "ProbeReport":
         """Return a copy that includes the result of the trial `where` and any problem."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
@@ -197,7 +187,7 @@ class ProbeReport:
     def wrong_data(self, *where: str) -> str | None:
         """Return the description of `problem(*where)` if the data was wrong or stale, otherwise None."""
         problem = self.problem(*where)
-        return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
+        return problem.what if problem is not None and problem.what in (WRONG, STALE) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to a JSON-serializable dictionary."""

@@ -20,13 +20,14 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.probe import operations
-from odc_mpi.probe.report import Cause, OperationResult
+from odc_mpi.probe.report import INCONCLUSIVE, STALE, WRONG, OperationResult
 from odc_mpi.runtime.deadline import SLEEP_S
 from odc_mpi.runtime.world import World
 
@@ -136,18 +137,17 @@ class Trials:
                     self._links[kind, memory] = operations.ProbeLink(self._win, target, expected, make, rotation)
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
-    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation, and return its result and the cause of any problem. Collective.
+    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, str | None]:
+        """Try an operation, and return its result and any problem. Collective.
 
-        The arguments are keys of `OPERATIONS_BY_NAME`, `pairs` and `origins`.
+        `name` is a key of `report.OPERATION_NAMES`, `kind` of `pairs`, and `memory` of `origins`.
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
         found = None
         with self._world.deadline(what):
             if self._world.rank == origin:
-                operation = operations.OPERATIONS_BY_NAME[name](self._links[kind, memory])
-                found = self._try(operation, target, (name, memory) in self._staleness_tests)
+                found = self._try(self._links[kind, memory], name, target, (name, memory) in self._staleness_tests)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
@@ -164,22 +164,28 @@ class Trials:
             self._comm.Free()
 
     def _try(
-        self, operation: operations.TrialOperation, target: int, tests_staleness: bool
-    ) -> tuple[OperationResult, Cause | None]:
-        operation.run(operation.small_bytes)  # opens connections and faults in pages
-        idle_s = _median(lambda: operation.run(operation.small_bytes), self._budget.idle_s)
-        busy_s, one_sided, is_valid = self._while_busy(operation, target, idle_s)
-        gb_per_s = self._bandwidth(operation) if operation.grows else operation.small_bytes / idle_s / 1e9
-        is_correct = operation.is_correct()
-        num_reads, num_fresh = self._read_new_values(operation, target) if tests_staleness else (0, 0)
+        self, link: operations.ProbeLink, name: str, target: int, tests_staleness: bool
+    ) -> tuple[OperationResult, str | None]:
+        is_ticket = name == "fetch_and_op"
+        small_bytes = operations.COUNTER_BYTES if is_ticket else operations.SMALL_BYTES
+
+        def run(num_bytes: int = small_bytes) -> None:
+            link.run(name, num_bytes)
+
+        run()  # opens connections and faults in pages
+        idle_s = _median(run, self._budget.idle_s)
+        busy_s, one_sided, is_valid = self._while_busy(run, target, idle_s)
+        gb_per_s = small_bytes / idle_s / 1e9 if is_ticket else self._bandwidth(run)
+        is_correct = link.is_correct(name)
+        num_reads, num_fresh = self._read_new_values(link, name, target) if tests_staleness else (0, 0)
         self._send_command(target, stop=True)
         num_fresh_reads = num_fresh if num_reads else None
         if not is_correct or num_fresh < num_reads:
-            return OperationResult(num_fresh_reads=num_fresh_reads), Cause.STALE if is_correct else Cause.WRONG
+            return OperationResult(num_fresh_reads=num_fresh_reads), STALE if is_correct else WRONG
         result = OperationResult(one_sided if is_valid else None, idle_s, busy_s, gb_per_s, num_fresh_reads)
-        return result, None if is_valid else Cause.INCONCLUSIVE
+        return result, None if is_valid else INCONCLUSIVE
 
-    def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
+    def _while_busy(self, run: Callable[[], None], target: int, idle_s: float) -> tuple[float, bool, bool]:
         """Measure small operations while the target computes.
 
         Return the median time in seconds, whether the operation is one-sided, and whether the result is valid.
@@ -189,7 +195,7 @@ class Trials:
         for compute_s in (first_s, LONGER_FACTOR * first_s, LONGER_FACTOR * first_s):
             self._start_busy(target, compute_s)
             began = time.perf_counter()
-            median_s = _median(lambda: operation.run(operation.small_bytes), compute_s / 20)
+            median_s = _median(run, compute_s / 20)
             ended = time.perf_counter()
             self._send_command(target, stop=False)
             target_ended = time.perf_counter()
@@ -202,38 +208,38 @@ class Trials:
                 break
         return median_s, one_sided, is_valid
 
-    def _bandwidth(self, operation: operations.TrialOperation) -> float:
+    def _bandwidth(self, run: Callable[[int], None]) -> float:
         left_s, next_s, gb_per_s = self._budget.bandwidth_s, 0.0, 0.0
         for num_bytes in (size for size in LARGE_BYTES if size <= self._max_bytes):
             if next_s > left_s:
                 break
             times: list[float] = []
             while len(times) < LARGE_RUNS and (not times or min(times) < left_s):
-                times.append(timed(lambda: operation.run(num_bytes)))  # noqa: B023 - called at once
+                times.append(timed(partial(run, num_bytes)))
                 left_s -= times[-1]
             gb_per_s = num_bytes / min(times) / 1e9
             next_s = min(times) * (LARGE_BYTES[1] // LARGE_BYTES[0])
         return gb_per_s
 
-    def _read_new_values(self, operation: operations.TrialOperation, target: int) -> tuple[int, int]:
+    def _read_new_values(self, link: operations.ProbeLink, name: str, target: int) -> tuple[int, int]:
         """Return the number of reads that followed an announcement, and how many of them returned the new value.
 
         MPI may deliver the announcement before the value can be read, although the value was written first. For Put and
         Accumulate, a value replaces zeros. As float32 numbers, all of the values are normal, so the sums are exact.
         """
-        link, num_reads, num_fresh = operation.link, 0, 0
+        num_reads, num_fresh = 0, 0
         end = time.perf_counter() + self._budget.staleness_s
         self._exchange_value(target, STALENESS_BYTES[-1], 0, check=False)
         while num_reads < self._budget.num_staleness_reads and time.perf_counter() < end:
             num_bytes, value = STALENESS_BYTES[num_reads % len(STALENESS_BYTES)], num_reads % 251 + 1
-            if isinstance(operation, operations.Write):
-                link.received.fill(value, num_bytes)
-                operation.write(link.received, num_bytes)
-                num_fresh += self._exchange_value(target, num_bytes, value, check=True)
-            else:
+            if name == "get":
                 self._exchange_value(target, num_bytes, value, check=False)
                 link.get(num_bytes)
                 num_fresh += link.received.contains(value, num_bytes)
+            else:
+                link.received.fill(value, num_bytes)
+                link.write(name, link.received, num_bytes)
+                num_fresh += self._exchange_value(target, num_bytes, value, check=True)
             num_reads += 1
         link.get(STALENESS_BYTES[-1])
         link.expected[: STALENESS_BYTES[-1]] = link.received.read(STALENESS_BYTES[-1])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json, write_text_atomic
+from odc_mpi.files import parse_json, write_text_durable
 from odc_mpi.report import bench_report, page, run_report
 
 #: Suffixes that the output file may have only if they match its format.
@@ -40,7 +40,7 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
         raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(message.split())}") from error
     out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
     try:
-        write_text_atomic(out, text, private=False)
+        write_text_durable(out, text)
     except OSError as error:
         raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
     return out

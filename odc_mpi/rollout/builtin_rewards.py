@@ -67,8 +67,5 @@ def _each(
 
 
 REWARDS: Mapping[str, Callable[..., list[float | None]]] = {
-    "exact_match": exact_match,
-    "final_number": final_number,
-    "regex": regex,
-    "length": length,
+    function.__name__: function for function in (exact_match, final_number, regex, length)
 }

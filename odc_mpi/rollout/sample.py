@@ -84,20 +84,19 @@ def sample(
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
+    settings = {"do_sample": False, "pad_token_id": 0}
     cache = transformers.DynamicCache(config=module.config.get_text_config(decoder=True))
     with generation_mode(module) as decode:
         if tokens.shape[1] > 1:
             # Prefill once for all completions of a prompt, without the last token, with which `generate` begins.
-            prefill_settings = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-            decode(tokens[:, :-1], mask[:, :-1], prefill_settings, cache=cache)
+            decode(tokens[:, :-1], mask[:, :-1], settings | {"max_new_tokens": 1}, cache=cache)
             cache.batch_repeat_interleave(sampling.num_generations)
         tokens, mask = (each.repeat_interleave(sampling.num_generations, 0) for each in (tokens, mask))
         while len(sampler.rows):
-            num_left = sampling.max_completion_length - sampler.num_sampled
             decoded = decode(
                 tokens,
                 mask,
-                {"max_new_tokens": num_left, "do_sample": False, "pad_token_id": 0},
+                settings | {"max_new_tokens": sampling.max_completion_length - sampler.num_sampled},
                 cache=cache,
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([sampler.find_stopped_rows]),

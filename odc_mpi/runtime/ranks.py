@@ -49,35 +49,28 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def mpi_startup() -> Iterator[None]:
-    """Context manager for imports that start MPI. Ends the process if MPI does not start in time (`start_limit`).
+    """Context manager for imports that start MPI. Main thread only.
 
-    Raises `UserError` if there is no MPI library, or it does not support the launcher.
+    Ends this process if MPI does not start within ODC_MPI_START_TIMEOUT_S. Raises `UserError` if there is no MPI
+    library, or it does not support the launcher.
     """
     from odc_mpi.runtime.start.pmi import check_before_start
 
-    with start_limit():
-        try:
-            check_before_start()
-            yield
-        except (ImportError, RuntimeError) as error:
-            if not re.search(r"cannot load MPI|libmpi", str(error)):
-                raise
-            raise UserError(
-                f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', "
-                "or load the library of your cluster"
-            ) from error
-
-
-@contextmanager
-def start_limit() -> Iterator[None]:
-    """Context manager that ends this process if MPI does not start within ODC_MPI_START_TIMEOUT_S. Main thread only."""
     try:
         seconds = float(os.environ.get("ODC_MPI_START_TIMEOUT_S", START_S))
     except ValueError:
         seconds = START_S
     before = _arm(seconds if seconds > 0 else START_S)
     try:
+        check_before_start()
         yield
+    except (ImportError, RuntimeError) as error:
+        if not re.search(r"cannot load MPI|libmpi", str(error)):
+            raise
+        raise UserError(
+            f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', "
+            "or load the library of your cluster"
+        ) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

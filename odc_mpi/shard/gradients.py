@@ -23,9 +23,8 @@ from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.cache_budget import CacheBudget
-from odc_mpi.shard.gradient_format.base import GradientFormat
-from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
-from odc_mpi.shard.gradient_format.floating_point import FloatGradients
+from odc_mpi.shard.fixed_point import FixedPointGradients
+from odc_mpi.shard.gradient_format import FloatGradients, GradientFormat
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit

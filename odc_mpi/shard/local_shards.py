@@ -16,13 +16,38 @@ from itertools import compress
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout, Slice
 from odc_mpi.comm.transport import Group, Transport
-from odc_mpi.shard.gradient_format.base import GradientFormat
+from odc_mpi.shard.gradient_format import GradientFormat
 from odc_mpi.shard.partition import ParametersByUnit
+
+#: PyTorch optimizers that compute the update of an element only from the gradients of that element. Others may need
+#: the rows and columns of a matrix or the norm of a parameter, but a rank has only slices of flattened parameters.
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+)
+#: Explanations of why other optimizers are not element-wise, by class name.
+_UNSUPPORTED_REASONS = {
+    "Adafactor": "it factors its second moment over a matrix's rows and columns",
+    "Muon": "it orthogonalizes whole matrices",
+    "LBFGS": "it takes inner products over all parameters",
+    "Lamb": "it scales by the norm of a whole parameter",
+    "LARS": "it scales by the norm of a whole parameter",
+    "Shampoo": "it preconditions whole matrices",
+}
 
 
 class WeightSource(Protocol):
@@ -52,7 +77,7 @@ class ModuleWeightSource(WeightSource):
 
 @dataclass
 class LocalShard:
-    """Slice of a trainable parameter on this rank, as a tensor for the optimizer, with the index of its flat array."""
+    """Slice of a parameter on this rank, as a tensor for the optimizer, with the index of its flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -77,13 +102,12 @@ class LocalShards:
             else self._window(i)
             for i, layout in enumerate(layouts)
         ]
-        rank = transport.group.rank
-        self._slices = [(i, slice_) for i, layout in enumerate(layouts) for slice_ in layout.slices(rank)]
-        self.trainable = [
-            LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_)), i)
-            for i, slice_ in self._slices
-            if layouts[i].trainable
+        self._shards = [
+            LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_), layout.trainable), i)
+            for i, layout in enumerate(layouts)
+            for slice_ in layout.slices(transport.group.rank)
         ]
+        self.trainable = [shard for shard in self._shards if shard.parameter.requires_grad]
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
@@ -93,7 +117,7 @@ class LocalShards:
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values."""
-        return [(slice_, _view(self._masters[i], slice_)) for i, slice_ in self._slices]
+        return [(shard.slice, shard.parameter.detach()) for shard in self._shards]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
         """Set the `.grad` of trainable slices to the sums of the pushed gradients. All pushes must be complete.
@@ -142,11 +166,23 @@ class LocalShards:
         for shard in self.trainable:
             shard.parameter.data = shard.parameter.data.clone()
             shard.parameter.grad = None
-        self.trainable = []
+        self.trainable = self._shards = []
         self._masters = []
 
     def _window(self, i: int) -> torch.Tensor:
         return self._transport.parameter_shard(i)
+
+
+def require_elementwise(optimizer: optim.Optimizer) -> None:
+    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or its `elementwise` attribute is True."""
+    # Not isinstance, because a subclass need not be element-wise.
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
+        return
+    name = type(optimizer).__name__
+    reason = _UNSUPPORTED_REASONS.get(
+        name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
+    )
+    raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
 
 
 def _view(shard: torch.Tensor, slice_: Slice) -> torch.Tensor:

@@ -10,6 +10,7 @@ Construction, forward and backward, `unsharded`, `overwrite_parameters`, `state_
 also communicate. A call in the wrong phase (`StepPhase`) raises RuntimeError.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -24,17 +25,16 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
+from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource, require_elementwise
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.modules import (
+    Placeholders,
     check_not_sharded,
     full_state_dict,
-    install_on_demand_parameters,
     materialized_parameters,
     replicate,
     wrap_forward,
 )
-from odc_mpi.shard.optim import clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
 from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, Usage
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
@@ -100,10 +100,8 @@ class ShardedModel:
             transport.allocate(self.layouts, self.close)
         self._local_shards = LocalShards(transport, self.layouts, optimizer_device or torch.device("cpu"))
         self._resources.callback(self._local_shards.detach)
-        for unit in self.units:
-            self._resources.callback(unit.drop_aliases)
         make_unsharded = UnshardedUnits if transport.one_sided else CollectivelyUnshardedUnits
-        self._unsharded = make_unsharded(transport, prefetch, self.spans, self.traffic)
+        self._unsharded = make_unsharded(self.units, transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._unsharded.close)
         self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic)
         self.gradient_format = self._pusher.gradient_format
@@ -114,7 +112,7 @@ class ShardedModel:
         with self.spans.span("weights"):
             self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
         replicate(module, transport)
-        self._placeholders = install_on_demand_parameters(self._names_by_module, self.units, transport, forwards)
+        self._placeholders = Placeholders(self._names_by_module, transport, forwards)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, forwards, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
@@ -250,11 +248,11 @@ class ShardedModel:
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
-        self._unsharded.unshard_all(self.units)
+        self._unsharded.unshard_all()
         if gradients:
             yield
             return
-        with materialized_parameters(self._names_by_module, self.units, self._unsharded):
+        with materialized_parameters(self._names_by_module, self._unsharded):
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
@@ -278,8 +276,8 @@ class ShardedModel:
             totals = self._transport.group.norm(squares)
         self.replica_norms = [self.gradient_format.norm(total) for total in totals]
         norm = self.replica_norms[self._transport.group.replica]
-        coefficient = clip_coefficient(norm, max_norm)
-        if gradients and coefficient < 1.0:
+        coefficient = max_norm / (norm + 1e-6)  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
+        if gradients and math.isfinite(norm) and coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
 
@@ -295,8 +293,6 @@ class ShardedModel:
         self._require_phase(StepPhase.COMPLETE, "publish()")
         self._phase = StepPhase.PUBLISHED
         self._unsharded.invalidate()
-        for unit in self.units:
-            unit.invalidate()
         self._local_shards.write_back()
         with self.spans.span("parameters_published"):  # B in docs/ordering.md
             self._transport.publish_parameters()
@@ -310,7 +306,7 @@ class ShardedModel:
         """
         with self._placeholders.allow_state_dict():
             state = dict(self.module.state_dict())
-        return state | full_state_dict(state, self._names, self.units, self._unsharded)
+        return state | full_state_dict(state, self._names, self._unsharded)
 
     def units_with_nonfinite_gradients(self) -> list[str]:
         """Return the names of the units for which this rank pushed non-finite gradients in the last minibatch.

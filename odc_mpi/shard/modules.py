@@ -3,7 +3,7 @@
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
@@ -57,22 +57,37 @@ def check_not_sharded(module: nn.Module) -> None:
 class Placeholders:
     """NaN-filled placeholders for sharded parameters, with checks that they are neither optimized nor saved.
 
-    Args:
-        tensors: Placeholders by dotted name.
-        originals: Parameters replaced by the placeholders, by dotted name. They must not be optimized, either. This
-            object does not keep them alive.
-        modules: Modules that contain the placeholders, and whose `state_dict()` therefore raises RuntimeError.
+    Construction replaces the `_parameters` of all modules in `names` with `OnDemandParameters`, and makes their
+    `state_dict()` raise RuntimeError. The original parameters must not be optimized, either, but are not kept alive.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, nn.Parameter], originals: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]
-    ) -> None:
+    def __init__(self, names: NamesByModule, transport: Transport, forwards: UnitForwards) -> None:
+        unit_of = {name: unit for unit in forwards.unsharded.units for name in unit.ranges}
         self._can_be_saved = False
-        for module in modules:
-            module.register_state_dict_pre_hook(self._check_saved)
-        self._tensors = dict(tensors)
-        self._by_id = {id(p): (name, weakref.ref(p)) for group in (tensors, originals) for name, p in group.items()}
-        self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
+        self._tensors: dict[str, nn.Parameter] = {}
+        self._trained: dict[str, bool] = {}
+        self._by_id: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
+
+        def find(name: str) -> torch.Tensor:
+            return forwards.parameter(unit_of[name], name)
+
+        for submodule, keys in names.items():
+            submodule.register_state_dict_pre_hook(self._check_saved)
+            for key, name in keys.items():
+                if name in self._tensors:
+                    continue  # tied parameters share a placeholder, just as they shared a parameter
+                original, unit = cast(nn.Parameter, submodule._parameters[key]), unit_of[name]
+                dtype = transport.parameters.dtype_of(unit.indices[unit.ranges[name][0]])
+                # Expanded, so that it takes the memory of a single element.
+                nan = torch.full((), torch.nan, dtype=dtype, device=transport.device).expand(original.shape)
+                self._tensors[name] = nn.Parameter(nan, requires_grad=original.requires_grad)
+                self._trained[name] = original.requires_grad
+                for parameter in (original, self._tensors[name]):
+                    self._by_id[id(parameter)] = name, weakref.ref(parameter)
+            items = {key: self._tensors[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
+            submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
+            if isinstance(submodule, nn.RNNBase):
+                _refresh_flat_weights(submodule)
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
@@ -126,36 +141,8 @@ def replicate(module: nn.Module, transport: Transport) -> None:
             tensor.detach().copy_(value)
 
 
-def install_on_demand_parameters(
-    names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
-) -> Placeholders:
-    """Replace `_parameters` of the modules in `names` with `OnDemandParameters`, and return the placeholders."""
-    unit_of = {name: unit for unit in units for name in unit.ranges}
-
-    def find(name: str) -> torch.Tensor:
-        return forwards.parameter(unit_of[name], name)
-
-    # Tied parameters share a placeholder, just as they shared a parameter.
-    placeholders: dict[str, nn.Parameter] = {}
-    originals: dict[str, nn.Parameter] = {}
-    for submodule, keys in names.items():
-        for key, name in keys.items():
-            if name not in placeholders:
-                original = originals[name] = cast(nn.Parameter, submodule._parameters[key])
-                unit = unit_of[name]
-                dtype = transport.parameters.dtype_of(unit.indices[unit.ranges[name][0]])
-                # Expanded, so that it takes the memory of a single element.
-                nan = torch.full((), torch.nan, dtype=dtype, device=transport.device).expand(original.shape)
-                placeholders[name] = nn.Parameter(nan, requires_grad=original.requires_grad)
-        items = {key: placeholders[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
-        submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
-        if isinstance(submodule, nn.RNNBase):
-            _refresh_flat_weights(submodule)
-    return Placeholders(placeholders, originals, names)
-
-
 @contextmanager
-def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
+def materialized_parameters(names: NamesByModule, unsharded: UnshardedUnits) -> Iterator[None]:
     """Context manager that installs full parameters without gradients in the modules. One-sided.
 
     Units that are not unsharded are fetched first. Forward passes are then as fast as those of an unsharded module,
@@ -169,7 +156,7 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
         return
     full: dict[str, nn.Parameter] = {}
     with torch.inference_mode(False):  # code outside inference mode could not use inference tensors
-        for unit in units:
+        for unit in unsharded.units:
             unsharded.unshard(unit)
             full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
     with ExitStack() as restored:
@@ -181,19 +168,16 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
             plain = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
             module.__dict__["_parameters"] = plain
         yield
-    for unit in units:
-        unit.check_unchanged()
+    unsharded.check_unchanged()
 
 
-def full_state_dict(
-    state: Mapping[str, Any], names: Mapping[str, str], units: Sequence[Unit], unsharded: UnshardedUnits
-) -> dict[str, Any]:
+def full_state_dict(state: Mapping[str, Any], names: Mapping[str, str], unsharded: UnshardedUnits) -> dict[str, Any]:
     """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided.
 
     `names` maps every dotted name of a parameter to its first dotted name. Tied parameters have several names.
     """
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
-    for unit in units:
+    for unit in unsharded.units:
         unsharded.unshard(unit)
         full = {name: unit.parameter(name).clone() for name in unit.ranges}
         copies |= {full_name: full[name] for full_name, name in names.items() if name in full}

@@ -129,7 +129,12 @@ def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> di
         units = [name for name in units if name in present]
     chosen: dict[str, nn.Module] = {}
     for choice in units:
-        matches = {name: m for name, m in module.named_modules() if name and _matches(m, choice)}
+        kinds = choice if isinstance(choice, type) else ()
+        matches = {
+            name: m
+            for name, m in module.named_modules()
+            if name and (m is choice or type(m).__name__ == choice or isinstance(m, kinds))
+        }
         if not matches:
             raise ValueError(
                 f"units: expected classes or submodules of {type(module).__name__}, no submodule is {choice!r}"
@@ -141,14 +146,6 @@ def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> di
                 f"units: {name} is a {type(unit).__name__}, which is never called itself; name the modules inside it"
             )
     return {name: chosen[name] for name, _ in module.named_modules() if name in chosen}
-
-
-def _matches(module: nn.Module, choice: UnitChoice) -> bool:
-    if isinstance(choice, nn.Module):
-        return module is choice
-    if isinstance(choice, str):
-        return type(module).__name__ == choice
-    return isinstance(module, choice)
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,12 +9,13 @@ import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from odc_mpi.errors import UserError
 
-#: Template of the batch script, with `@NAME@` in place of each text that `training_script` inserts. Bash handles a
+#: Template of the batch script, with `@NAME@` in place of each text that `SlurmJob.script` inserts. Bash handles a
 #: signal only after a foreground command has ended, or during a `wait`. Exit code 138 (128 + SIGUSR1) means that the
 #: signal interrupted the `wait`, or killed a command that does not handle it. Every task sees all GPUs of its node,
 #: because tasks that see only one GPU could not map each other's memory.
@@ -36,51 +37,48 @@ class SlurmJob:
     """Resources that a batch script requests from Slurm, and the command that the script runs.
 
     Attributes:
+        headline: First line of the comment at the start of the script.
+        usage: Command line that submits the script, shown in the same comment.
         mpi: Value of `srun --mpi`, as a bash expression.
-        choices: Options of sbatch that a site may require, as pairs of a name in `_CHOICES` and a value.
+        choices: Options of sbatch that a site may require: values by names in `_CHOICES`.
         arguments: Arguments for `odc-mpi train`, to which the script appends its own arguments.
         stage: Directory on each node to which the data set is copied, by default $STAGE. If that is not set either,
             nothing is copied.
         data: Path of the data set to copy, by default $DATA.
+        array: Value of `sbatch --array`, or "" for a single job.
+        settings: Bash code that appends settings to the script's arguments, ending with a line break.
     """
 
+    headline: str
+    usage: str
     nodes: int = 1
     ranks_per_node: int = 8
     cores_per_rank: int = 8
     time: str = "04:00:00"
     mpi: str = "${SLURM_MPI_TYPE:-pmix}"
     name: str = "odc-mpi"
-    choices: tuple[tuple[str, str], ...] = ()
-    arguments: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
     stage: str | None = None
     data: str | None = None
+    array: str = ""
+    settings: str = ""
 
-
-def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
-    """Return the text of a batch script.
-
-    Args:
-        headline: First line of the comment at the start of the script.
-        usage: Command line that submits the script, shown in the same comment.
-        array: Value of `sbatch --array`, or "" for a single job.
-        settings: Bash code that appends settings to the script's arguments, ending with a line break.
-    """
-    texts = {
-        **vars(job),
-        "headline": headline,
-        "usage": usage,
-        "array": f"#SBATCH --array={array}\n" if array else "",
-        "signal_s": SIGNAL_S,
-        "output": "%x-%A_%a.out" if array else "%x-%j.out",
-        "choices": _choices(dict(job.choices)),
-        "stage": shlex.quote(job.stage) if job.stage else "${STAGE:-}",
-        "data": shlex.quote(job.data) if job.data else "${DATA:-}",
-        "arguments": f'\nset -- {shlex.join(job.arguments)} "$@"\n' if job.arguments else "",
-        "settings": settings,
-    }
-    # Optional parts have a line of their own in the template, and end with a line break.
-    pattern = re.compile(r"^@(array|choices|arguments|settings)@\n|@(\w+)@", re.MULTILINE)
-    return pattern.sub(lambda match: str(texts[match[1] or match[2]]), _TEMPLATE.read_text(encoding="utf-8"))
+    def script(self) -> str:
+        """Return the text of the batch script."""
+        texts = {
+            **vars(self),
+            "array": f"#SBATCH --array={self.array}\n" if self.array else "",
+            "signal_s": SIGNAL_S,
+            "output": "%x-%A_%a.out" if self.array else "%x-%j.out",
+            "choices": _choices(self.choices),
+            "stage": shlex.quote(self.stage) if self.stage else "${STAGE:-}",
+            "data": shlex.quote(self.data) if self.data else "${DATA:-}",
+            "arguments": f'\nset -- {shlex.join(self.arguments)} "$@"\n' if self.arguments else "",
+        }
+        # Optional parts have a line of their own in the template, and end with a line break.
+        pattern = re.compile(r"^@(array|choices|arguments|settings)@\n|@(\w+)@", re.MULTILINE)
+        return pattern.sub(lambda match: str(texts[match[1] or match[2]]), _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def submit(script: str) -> int:
@@ -91,7 +89,7 @@ def submit(script: str) -> int:
     return subprocess.run([sbatch], input=script, text=True, check=False).returncode
 
 
-def _choices(chosen: dict[str, str]) -> str:
+def _choices(chosen: Mapping[str, str]) -> str:
     """Return script lines for all options in `_CHOICES`. Those that are not in `chosen` are commented out."""
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     others = [(name, example) for name, example in _CHOICES.items() if name not in chosen]

@@ -23,7 +23,7 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World

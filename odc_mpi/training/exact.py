@@ -20,7 +20,7 @@ from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
 

@@ -13,14 +13,15 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
-from odc_mpi.data.plan.cost import CostModel, flops_cost
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.models.attention import ContextParallelUnsupportedError
+from odc_mpi.models.context_parallel_attention import attention_shape
 from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, set_padding
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
-from odc_mpi.training.context_parallel import plan_context_parallel, validate_context_parallel
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
@@ -38,7 +39,8 @@ class Inputs:
     model: models.MetaModel
     loader: Loader | PromptLoader
     evaluation: TrainingData | None = None
-    context_parallel: KVSizes | str | None = None  # see `plan_context_parallel`
+    #: Sizes of the buffers for keys and values, or the reason why no sequence can be split. None: not wanted.
+    context_parallel: KVSizes | str | None = None
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
@@ -66,7 +68,7 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
     `num_islands` is the number of islands if they train separately, or else 1. Raises `UserError` if settings, data and
     model do not match, or if a file cannot be used.
     """
-    validate_context_parallel(config)
+    _validate_context_parallel(config)
     objective = config.run.objective
     meta_model = build_model(config.model, config.run.seed, rank, size, REWARD if objective == "reward" else CAUSAL_LM)
     has_router_loss = getattr(meta_model.module.config.get_text_config(), "output_router_logits", False)
@@ -76,11 +78,11 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
             "model.config.output_router_logits to false"
         )
     if objective == "grpo":
-        return _open_prompts(config, _with_adapters(meta_model, config), rank)
+        return _open_prompts(config, _with_adapters(meta_model, config))
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
     if objective == "reward":
         set_padding(meta_model.module.config, _padding_token(dataset, meta_model))
-    context_parallel = plan_context_parallel(config, meta_model, dataset, size)
+    context_parallel = _plan_context_parallel(config, meta_model, dataset, size)
     meta_model = _with_adapters(meta_model, config)
     loader = Loader(
         dataset,
@@ -103,7 +105,42 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
     return Inputs(dataset, meta_model, loader, evaluation, context_parallel)
 
 
-def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
+def _validate_context_parallel(config: Config) -> None:
+    if config.data.context_parallel == "off":
+        return
+    for key, required in (("run.objective", "sft"), ("data.balance", "dynamic"), ("model.compile", False)):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value != required:
+            expected, got = str(required).lower(), str(value).lower()
+            raise UserError(
+                f"data.context_parallel: auto requires {key} {expected}, got {got}: set {key} to {expected}, or "
+                "data.context_parallel to off"
+            )
+
+
+def _plan_context_parallel(
+    config: Config, meta_model: models.MetaModel, dataset: Dataset, size: int
+) -> KVSizes | str | None:
+    """Return `Inputs.context_parallel` for `size` ranks. `meta_model` must lack adapters."""
+    if config.data.context_parallel == "off":
+        return None
+    if size == 1:
+        return "context parallelism needs at least 2 ranks"
+    if not meta_model.packing.packs:
+        return f"the model does not pack: {meta_model.packing.unpacked_reason}"
+    longest = int(dataset.lengths.max())
+    try:
+        num_layers, token_numel = attention_shape(meta_model.module, longest)
+    except ContextParallelUnsupportedError as error:
+        return f"{type(meta_model.module).__name__} does not support it: {error}"
+    # With adapters, which are float32, a layer may compute in float32.
+    narrow = config.model.param_dtype == "bfloat16" and config.lora.r is None
+    max_chunk_tokens = min(longest, config.data.max_tokens_per_microbatch)
+    return KVSizes(num_layers, token_numel * (2 if narrow else 4), max_chunk_tokens, longest - 1)
+
+
+def _open_prompts(config: Config, meta_model: models.MetaModel) -> Inputs:
     """Open the prompts, and check that they match the model and that completions fit in a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
@@ -117,7 +154,7 @@ def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> In
         for setting, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
     )
     assert prompts is not None, "config.load requires data.path"
-    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed, rank)
+    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed)
     return Inputs(prompts, meta_model, loader, evaluation)
 
 
@@ -180,15 +217,12 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
     """Return the cost model to use until times are measured. For `data.cost: fitted`, it is the `flops` model."""
-    if config.cost == "linear":
-        return CostModel()
-    return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
+    return CostModel() if config.cost == "linear" else meta_model.flops
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
     """Return a model of a sequence's FLOPs: 6 per token and trainable parameter, 4 per frozen one, plus attention."""
-    flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
-    return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
+    return replace(meta_model.flops, linear=meta_model.flops.linear * (2 + trained_fraction) / 3)
 
 
 def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:

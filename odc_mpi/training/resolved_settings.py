@@ -15,18 +15,19 @@ from odc_mpi.errors import UserError, warn
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
+from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.settings import Config, LoraConfig, default_learning_rate
 
 
 def resolve_settings(
     config: Config, world: World, check_stop: Callable[[], None] = lambda: None
 ) -> tuple[Config, dict[str, str]]:
-    """Resolve the settings that depend on the machine or on another run, and download missing models. Collective.
+    """Resolve the settings that depend on the machine, on another run or on `run.exact`. Collective.
 
-    All ranks call `check_stop`, which may be collective and raise an error, for each model and every half second during
-    a download. Returns the configuration, and remarks to print at start-up, keyed by setting (the learning rate is
-    `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings contradict the checkpoint in
-    `model.path`.
+    Missing models are downloaded. All ranks call `check_stop`, which may be collective and raise an error, for each
+    model and every half second during a download. Returns the configuration, and remarks to print at start-up, keyed by
+    setting (the learning rate is `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings
+    contradict `run.exact` or the checkpoint in `model.path`.
     """
     notes = {}
     given = config.model.path
@@ -50,6 +51,7 @@ def resolve_settings(
         if value == "auto":
             notes[name] = " (auto)"
     config = with_device(config, device)
+    config = world.run_on_all(partial(apply_exact_settings, config))
     if world.rank == 0 and config.run.device == "cpu" and config.model.param_dtype == "bfloat16" and _lacks_bfloat16():
         warn(
             "WARNING: model.param_dtype bfloat16: this processor has no instructions for it (avx512_bf16, amx_bf16), "
@@ -87,22 +89,19 @@ def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None])
         check_stop()
         return world.gather_objects(value)
 
-    options: dict[str, Any] = {"gather": gather, "downloads": world.local_rank == 0}
-    if world.rank == 0:
-        options["report"] = partial(print, flush=True)
-    if config.model.path is not None:
-        path = resolve_model_path(config.model.path, "model.path", **options)
-        config = replace(config, model=replace(config.model, path=path))
-    if config.rl.tokenizer is not None:
-        path = resolve_model_path(config.rl.tokenizer, "rl.tokenizer", weights=False, **options)
-        config = replace(config, rl=replace(config.rl, tokenizer=path))
-    if config.rl.reward_funcs is not None:
-        functions = [
-            resolve_model_path(spec, "rl.reward_funcs", **options) if "/" in spec and ":" not in spec else spec
-            for spec in config.rl.reward_funcs
-        ]
-        config = replace(config, rl=replace(config.rl, reward_funcs=functions))
-    return config
+    report = {"report": partial(print, flush=True)} if world.rank == 0 else {}
+
+    def resolve(value: str | None, setting: str, *, weights: bool = True) -> str | None:
+        options: dict[str, Any] = {"gather": gather, "downloads": world.local_rank == 0, "weights": weights, **report}
+        return None if value is None else resolve_model_path(value, setting, **options)
+
+    path = resolve(config.model.path, "model.path")
+    tokenizer = resolve(config.rl.tokenizer, "rl.tokenizer", weights=False)
+    functions: Any = config.rl.reward_funcs and [
+        resolve(spec, "rl.reward_funcs") if "/" in spec and ":" not in spec else spec for spec in config.rl.reward_funcs
+    ]
+    rl = replace(config.rl, tokenizer=tokenizer, reward_funcs=functions)
+    return replace(config, model=replace(config.model, path=path), rl=rl)
 
 
 def _continue_run(config: Config) -> Config:
@@ -114,7 +113,7 @@ def _continue_run(config: Config) -> Config:
         if config.lora.r is not None:
             raise UserError(
                 f"lora.r: model.path {path} is a checkpoint, and adapters need a base in a Hugging Face directory: "
-                f"odc-mpi checkpoint export {path} --out DIR, and set model.path to DIR"
+                f"odc-mpi export {path} --out DIR, and set model.path to DIR"
             )
         return config
     if config.model.config:

@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -43,19 +43,19 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
-from odc_mpi.probe.decision import Decision
+from odc_mpi.probe.decision import CommSettings, Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
-from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms
+from odc_mpi.training.exact import ExponentCallback, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.islands.build import (
     build_outer_loop,
@@ -108,14 +108,16 @@ def train(
         start_times = start_times or StartTimes(perf_counter())
         world.timeout_s = config.comm.timeout_s
         world.require_same(dump(config), "the configuration")
-        config, notes = resolve_settings(config, world, partial(_check_stop, stop, world))
-        config = world.run_on_all(partial(apply_exact_settings, config))
+        check_stop = partial(_check_stop, stop, world)
+        config, notes = resolve_settings(config, world, check_stop)
         stack.enter_context(deterministic_algorithms(config))
-        _set_threads(config, world)
+        cores = world.cores_per_rank()
+        if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(config.run.threads or cores)
         islands = make_islands(config, world)
         inputs = _open_inputs(config, world, islands)
         config = resolve_steps(config, inputs.dataset)
-        _check_stop(stop, world)
+        check_stop()
         resume_point = find_resume_point(config, world, inputs)
         if resume_point and resume_point.step >= config.run.steps:
             if islands:
@@ -125,7 +127,6 @@ def train(
         decision = decide(config, world, inputs.model)
         start_times.end("probe")
         metadata = run_metadata(config, world, inputs, resume_point)
-        check_stop = partial(_check_stop, stop, world)
         trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop, islands))
         trainer.callbacks.insert(0, StartReport(world, start_times, trainer.model.spans))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
@@ -133,7 +134,7 @@ def train(
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
         outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
-        _check_stop(stop, world)
+        check_stop()
         # Last in the setup, because all errors must be raised before anything is written.
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
@@ -155,11 +156,11 @@ def train(
         stack.callback(logger.close)  # before the directory is unlocked
         trainer.callbacks += [trace, logger, tracker_callback, report, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
-        fields = summary_fields(config, world, decision, trainer.model)
+        described = summary_fields(config, world, decision, trainer.model)
         if config.run.exact:
-            fields |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
+            described |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
-        summary = logger.summarize(fields | trainer.finish())
+        summary = logger.summarize(described | trainer.finish())
         checkpointing.raise_outcome(trainer.completed_steps)
         if outer_loop:
             outer_loop.close()
@@ -178,27 +179,23 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:
     """Choose how the ranks communicate, considering the size of `model` if it is given. Collective."""
-    comm = config.comm
-    has_islands = config.islands.by != "off"
-    return decide_for(
-        world,
-        zero_copy=comm.zero_copy,
-        reduction=comm.reduction,
-        progress=comm.progress,
-        window_device="cpu" if has_islands and config.run.device == "cuda" else comm.window_device,
-        node_cache=comm.node_cache,
-        mailbox_bytes=comm.mailbox_bytes,
-        device=config.run.device,
-        shard_bytes=_device_shard_bytes(config, world, model) if model else 0,
-        tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
-    )
+    settings = {item.name: getattr(config.comm, item.name) for item in fields(CommSettings)}
+    if config.islands.by != "off" and config.run.device == "cuda":
+        settings["window_device"] = "cpu"
+    shard_bytes = 0
+    if model:
+        with_optimizer = config.optim.device == "cuda"
+        dtypes = _dtypes(config, model)
+        shard_bytes = device_shard_bytes(model.module, world.size, *dtypes, with_optimizer=with_optimizer)
+    tickets = config.data.balance == "dynamic" or config.run.objective == "grpo"
+    return decide_for(world, **settings, device=config.run.device, shard_bytes=shard_bytes, tickets=tickets)
 
 
-def _device_shard_bytes(config: Config, world: World, model: MetaModel) -> int:
+def _dtypes(config: Config, model: MetaModel) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return the arguments `param_dtype` and `reduce_dtype` of `shard_model`."""
+    # Adapters are float32; their base has its own type.
     param_dtype = None if model.adapter else getattr(torch, config.model.param_dtype)
-    reduce_dtype = torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32
-    with_optimizer = config.optim.device == "cuda"
-    return device_shard_bytes(model.module, world.size, param_dtype, reduce_dtype, with_optimizer=with_optimizer)
+    return param_dtype, torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32
 
 
 def build_trainer(
@@ -263,12 +260,6 @@ def build_trainer(
     return trainer
 
 
-def _set_threads(config: Config, world: World) -> None:
-    cores = world.cores_per_rank()
-    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(config.run.threads or cores)
-
-
 def _open_inputs(config: Config, world: World, islands: Islands | None) -> Inputs:
     world.run_on_all(lambda: require_tracker_packages(config.run.report_to or ()) if world.rank == 0 else None)
     num_islands = islands.size if islands and islands.mode == "outer" else 1
@@ -302,14 +293,15 @@ def _shard(
         from odc_mpi.models.compiled import compile_layers
 
         world.run_on_all(lambda: compile_layers(inputs.model.module))
-    base = inputs.model.weights
-    weights = resume_weights(resume_point.checkpoint, base, islands) if resume_point else base
+    weights = inputs.model.weights
+    if resume_point:
+        weights = resume_weights(resume_point.checkpoint, weights, islands)
+    param_dtype, reduce_dtype = _dtypes(config, inputs.model)
     model = shard_model(
         inputs.model.module,
         world,
-        # Adapters are float32; their base has its own type.
-        param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
-        reduce_dtype=torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
         activation_checkpointing=config.model.gradient_checkpointing is True,
         prefetch=config.comm.prefetch,
         weights=weights,

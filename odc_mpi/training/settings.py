@@ -204,24 +204,26 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`. Raises
     `UserError` if a setting is unknown, invalid or missing, with a line that names the source and the setting.
     """
-    source = str(path) if path else COMMAND_LINE
-    return _build(read_values(path, overrides)[0], source)
+    return _build(_read_values(path, overrides)[0], str(path) if path else COMMAND_LINE)
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
     """Convert parsed YAML to a checked configuration. Raises `UserError`, which names `source` as the file."""
-    return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
+    return _build(Reader(all_settings()).read(document, source)[0], source)
 
 
-def read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the given values and their sources, both keyed by setting. Does not check combinations of settings."""
+def _read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     document = dialect.read_file(path) if path else None
-    return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
+    return Reader(all_settings()).read(document, str(path), overrides)
 
 
 def _build(values: dict[str, Any], source: str) -> Config:
     _check_together(values, source)
-    return Config(**{name: _build_section(name, section, values) for name, section in _sections().items()})
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return Config(**{name: kind(**sections[name]) for name, kind in _sections().items()})
 
 
 def dump(config: Config) -> str:
@@ -269,7 +271,7 @@ def _columns(title: str, rows: Mapping[str, str]) -> str:
 
 def describe(path: Path, overrides: Sequence[str]) -> list[str]:
     """Return a line for each setting, with its value and source, for ``odc-mpi config``. Errors are those of `load`."""
-    values, sources = read_values(path, overrides)
+    values, sources = _read_values(path, overrides)
     config = _build(values, str(path))
     rows = []
     for name in all_settings():
@@ -304,12 +306,9 @@ def all_settings() -> dict[str, Setting]:
         hints = get_type_hints(section, include_extras=True)
         for item in fields(section):
             hint, description, *checks = get_args(hints[item.name])
-            settings[f"{section_name}.{item.name}"] = Setting(hint, description, checks, item.default)
+            name = f"{section_name}.{item.name}"
+            settings[name] = Setting(hint, description, checks, item.default, _REASONS.get(name))
     return settings
-
-
-def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
-    return section(**{item.name: values[key] for item in fields(section) if (key := f"{name}.{item.name}") in values})
 
 
 def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:

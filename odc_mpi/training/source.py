@@ -13,18 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader, Minibatch
-from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.data.microbatch import Microbatch, read_chunk
 from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCostModel
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.models.attention import SequenceChunk
+from odc_mpi.models.context_parallel_attention import context_parallel_attention
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.training.context_parallel import chunk_microbatches
 from odc_mpi.training.loop import MinibatchSource
 
 
@@ -94,14 +96,30 @@ class DatasetSource(MinibatchSource):
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or windows."""
-        chunks = chunk_microbatches(self._windows, minibatch, self._num_splits + 1) if self._windows else ()
-        self._num_splits += len(minibatch.plan.splits)
+        chunks = self._chunks(self._windows, minibatch) if self._windows else ()
         others = minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch
         for microbatch, chunk in itertools.chain(chunks, ((each, 0) for each in others)):
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
             chunk_number = (chunk,) if chunk else ()
             torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(microbatch.indices[0]), *chunk_number))
             yield microbatch
+
+    def _chunks(self, windows: KVWindows, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
+        """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
+
+        The caller must run the forward and backward passes of a chunk before requesting the next one. In a run, all
+        ranks number the split sequences consecutively from 1. See docs/scheduling.md.
+        """
+        for split in minibatch.plan.splits:
+            self._num_splits += 1
+            if minibatch.rank not in split.ranks:
+                continue
+            bounds, ranks, index = split.bounds, split.ranks, int(minibatch.indices[split.position])
+            number = ranks.index(minibatch.rank)
+            microbatch = read_chunk(minibatch.dataset, index, *bounds[number : number + 2])
+            with WindowKVExchange(windows, self._num_splits, bounds, ranks, f"sequence {index}") as exchange:
+                chunk = SequenceChunk(bounds[-1], lambda *args, last=exchange: context_parallel_attention(*args, last))
+                yield replace(microbatch, inputs=microbatch.inputs | {"chunk": chunk}), number
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if ranks claim some of them at run time."""

@@ -1,15 +1,15 @@
-"""Parameter update: gradient clipping and the optimizer step."""
+"""Parameter update: gradient clipping, learning rate schedules and the optimizer step."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.optim import SGD, AdamW
 
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.optim import build_optimizer, schedule_factor
 from odc_mpi.training.settings import Config, OptimConfig
 
 
@@ -55,6 +55,27 @@ class Update(Callback):
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 
 
+def schedule_factor(
+    kind: str, step: int, warmup_steps: int, steps: int, min_ratio: float = 0.0, decay_ratio: float = 1.0
+) -> float:
+    """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
+
+    The learning rate rises linearly during the first `warmup_steps` steps and reaches its peak in the next step. If
+    `kind` is "constant", it then stays at the peak. If it is "linear" or "cosine", the learning rate then falls and
+    would reach `min_ratio` at step `steps`. If it is "warmup_stable_decay", the learning rate falls to `min_ratio` like
+    a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`. `steps` includes warmup.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    first = warmup_steps
+    if kind == "warmup_stable_decay":
+        first = max(warmup_steps, steps - math.ceil(decay_ratio * steps))
+    done = min(1.0, max(0, step - first) / max(1, steps - first))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    shapes = {"linear": 1.0 - done, "cosine": cosine, "constant": 1.0, "warmup_stable_decay": cosine}
+    return min_ratio + (1.0 - min_ratio) * shapes[kind]
+
+
 def make_optimizer(
     config: OptimConfig,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
@@ -62,20 +83,25 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the settings select, for parameters or for this rank's shards of them.
+    """Build the optimizer that the settings select, for parameters or for this rank's slices of them.
 
-    For `shapes` and `fused`, see `build_optimizer`. Parameters with fewer than two dimensions have no weight decay.
+    Args:
+        named_parameters: Pairs of a parameter's dotted name and the parameter or this rank's slice of it.
+        shapes: Full shapes of the parameters by dotted name, because a slice has only one dimension. Parameters with
+            fewer than two dimensions, such as biases and norm weights, have no weight decay.
+        fused: True to use PyTorch's fused kernel. None means True for "adamw" and False for "sgd".
     """
-    settings: dict[str, dict[str, Any]] = {
-        "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},
-        "sgd": {"momentum": config.momentum},
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in named_parameters:
+        (decayed if len(shapes[name]) >= 2 else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adamw": (AdamW, {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}),
+        "sgd": (SGD, {"momentum": config.momentum}),
     }
-    return build_optimizer(
-        config.optimizer,
-        named_parameters,
-        shapes,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        fused=fused,
-        **settings[config.optimizer],
-    )
+    kind, settings = kinds[config.optimizer]
+    if fused is None:
+        # PyTorch's default takes three times as long on a CPU, and needs parameter-sized temporaries on a GPU.
+        fused = config.optimizer == "adamw"
+    return kind([g for g in groups if g["params"]], lr=config.learning_rate, fused=fused or None, **settings)

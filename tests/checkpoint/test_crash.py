@@ -1,7 +1,9 @@
 """A crash before each system call that changes names or flushes them: the next start finds a complete checkpoint."""
 
+import itertools
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -19,38 +21,6 @@ SIZE = 2
 
 class CrashError(BaseException):
     """As no handler of the package's expects it."""
-
-
-class Crashing:
-    """Runs functions that end before their n-th system call; from then on none is made."""
-
-    def __init__(self, monkeypatch):
-        self._left, self._calls = None, {name: getattr(os, name) for name in CALLS}
-        for name in CALLS:
-            monkeypatch.setattr(os, name, lambda *args, name=name, **options: self._call(name, args, options))
-
-    def _call(self, name, args, options):
-        if self._left is not None:
-            if self._left == 0:
-                raise CrashError
-            self._left -= 1
-        return self._calls[name](*args, **options)
-
-    def completes(self, function, number):
-        """Return whether the function came to its end within so many calls."""
-        self._left = number
-        try:
-            function()
-        except CrashError:
-            return False
-        finally:
-            self._left = None
-        return True
-
-
-@pytest.fixture
-def crashing(monkeypatch):
-    return Crashing(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +49,39 @@ def run_dir(saved, tmp_path):
         return path
 
     return make
+
+
+def completes(function, path, number):
+    """Call a function that ends before its n-th system call, and return whether it came to its end."""
+    calls = itertools.count()
+
+    def counted(call):
+        def wrapper(*args, **options):
+            if next(calls) >= number:
+                raise CrashError
+            return call(*args, **options)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch, suppress(CrashError):
+        for name in CALLS:
+            patch.setattr(os, name, counted(getattr(os, name)))
+        function(path)
+        return True
+    return False
+
+
+def crashes(function, run_dir, prepare=lambda path: None):
+    """Yield a run directory for each call before which a function crashed in it, and one for which it did not."""
+    for number in range(100):
+        path = run_dir()
+        prepare(path)
+        completed = completes(function, path, number)
+        yield path
+        if completed:
+            assert number > 3
+            return
+    raise AssertionError("more calls than expected")
 
 
 def publish_again(run_dir):
@@ -112,33 +115,23 @@ def complete_below(run_dir):
     return sorted(path.parent.name for path in run_dir.rglob("step_*/manifest.json"))
 
 
-def test_a_step_saved_twice_is_there_at_any_moment(run_dir, crashing):
-    for number in range(100):
-        path = run_dir()
-        completes = crashing.completes(lambda: publish_again(path), number)  # noqa: B023 - called at once
-        assert list(found_at_start(path)) == [2, 4, 6], f"crash before call {number}"
+def test_a_step_saved_twice_is_there_at_any_moment(run_dir):
+    for path in crashes(publish_again, run_dir):
+        assert list(found_at_start(path)) == [2, 4, 6]
         remove_incomplete(path / CHECKPOINTS)
         metadata = read_manifest(path / CHECKPOINTS / step_name(4)).metadata
         assert metadata in ({}, {"is": "new"}), metadata
         assert not list((path / CHECKPOINTS).glob(".*"))
-        if completes:
-            break
-    assert metadata == {"is": "new"} and number > 6
+    assert metadata == {"is": "new"}
 
 
-def test_a_start_that_crashes_after_a_crash(run_dir, crashing):
+def test_a_start_that_crashes_after_a_crash(run_dir):
     """The next one finds as much."""
-    for number in range(3, 10):
-        for second in range(100):
-            path = run_dir()
-            if crashing.completes(lambda: publish_again(path), number):  # noqa: B023 - called at once
-                break
-            completes = crashing.completes(lambda: find_and_clean(path), second)  # noqa: B023 - called at once
-            assert list(found_at_start(path)) == [2, 4, 6], f"crashes before calls {number}, {second}"
+    for first in range(3, 10):
+        for path in crashes(find_and_clean, run_dir, lambda path, first=first: completes(publish_again, path, first)):
+            assert list(found_at_start(path)) == [2, 4, 6], f"the first crash was before call {first}"
             remove_incomplete(path / CHECKPOINTS)
             assert not list((path / CHECKPOINTS).glob(".*"))
-            if completes:
-                break
             shutil.rmtree(path)
 
 
@@ -156,32 +149,27 @@ def test_a_checkpoint_that_cannot_get_its_name_leaves_the_old_one(run_dir, monke
     assert list(steps_in(path / CHECKPOINTS)) == [2, 4, 6]
 
 
-def test_pruning_leaves_complete_checkpoints_at_any_moment(run_dir, crashing):
-    for number in range(100):
-        path = run_dir()
-        completes = crashing.completes(lambda: prune(path / CHECKPOINTS, 1), number)  # noqa: B023 - called at once
-        assert list(found_at_start(path))[-1] == 6, f"crash before call {number}"
+def test_pruning_leaves_complete_checkpoints_at_any_moment(run_dir):
+    for path in crashes(lambda path: prune(path / CHECKPOINTS, 1), run_dir):
+        steps = list(found_at_start(path))
+        assert steps[-1] == 6
         remove_incomplete(path / CHECKPOINTS)
-        if completes:
-            break
-    assert list(found_at_start(path)) == [6] and number > 6
+    assert steps == [6]
 
 
 @pytest.mark.parametrize(
     "ready", [lambda path: open_run_directory(path, "new\n"), lambda path: reopen_run_directory(path, "new\n", 2)]
 )
-def test_preparing_a_run_directory_loses_nothing(run_dir, crashing, ready):
-    for number in range(100):
-        path = run_dir()
+def test_preparing_a_run_directory_loses_nothing(run_dir, ready):
+    def write(path):
         (path / "config.yaml").write_text("old\n")
         (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
-        completes = crashing.completes(lambda: ready(path), number)  # noqa: B023 - called at once
-        assert complete_below(path) == [step_name(step) for step in (2, 4, 6)], f"crash before call {number}"
+
+    for path in crashes(ready, run_dir, write):
+        assert complete_below(path) == [step_name(step) for step in (2, 4, 6)]
         assert {file.read_text() for file in path.rglob("config.yaml")} <= {"old\n", "new\n"}
         found_at_start(path)
         ready(path)
-        if completes:
-            break
     assert (path / "config.yaml").read_text() == "new\n"
 
 
@@ -191,4 +179,5 @@ def test_a_retired_one_that_was_half_removed_stays_away(run_dir):
     (path / CHECKPOINTS / step_name(6)).rename(retired)
     (retired / "manifest.json").unlink()
     assert list(found_at_start(path)) == [2, 4]
-    assert remove_incomplete(path / CHECKPOINTS) == 2
+    remove_incomplete(path / CHECKPOINTS)
+    assert list(steps_in(path / CHECKPOINTS)) == [2, 4] and not list((path / CHECKPOINTS).glob(".*"))

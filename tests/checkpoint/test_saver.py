@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import re
 import threading
 import weakref
 from dataclasses import replace
@@ -101,40 +102,40 @@ def test_complete_only_when_all_have_reported(tmp_path, monkeypatch):
     assert ranks.warnings == []
 
 
-def test_one_rank_cannot_write(tmp_path, monkeypatch):
-    ranks, write = Ranks(tmp_path, 3), savers.write_shard
+@pytest.mark.parametrize(
+    ("module", "name", "loses", "reason"),
+    [
+        (savers, "write_shard", False, "rank 1 could not write"),
+        (savers, "write_shard", True, "rank 0 does not see the file .* on a file system that all nodes share"),
+        (publish, "write_index", False, "No space left on device"),
+        (publish, "write_manifest", False, "No space left on device"),
+    ],
+    ids=["rank 1", "lost file", "index", "manifest"],
+)
+def test_nothing_is_left_of_a_checkpoint_that_fails(tmp_path, monkeypatch, module, name, loses, reason):
+    ranks, write = Ranks(tmp_path, 3), getattr(module, name)
+    ranks.save(1)
 
-    def full(path, *rest):
-        if path.name == shard_name(2, 1):
+    def fail(path, *rest):
+        if not loses and (module is publish or path.name == shard_name(2, 1)):
             raise OSError(28, "No space left on device")
-        return write(path, *rest)
+        record = write(path, *rest)
+        if path.name == shard_name(2, 1):
+            path.unlink()
+        return record
 
-    ranks.save(1)
-    monkeypatch.setattr(savers, "write_shard", full)
-    ranks.start(2)
-    ranks.wait()
-    assert ranks.warnings == ["rank 1 could not write its part of the checkpoint of step 2: No space left on device"]
-    ranks.boundary()
-    assert "WARNING: checkpoint of step 2 not saved" in ranks.warnings[1]
-    assert ranks.steps() == [1]
-    assert not list(tmp_path.glob(".*")), "the half-written one is gone"
+    monkeypatch.setattr(module, name, fail)
+    ranks.save(2)
+    if reason.startswith("rank 1"):
+        assert (
+            ranks.warnings[0] == "rank 1 could not write its part of the checkpoint of step 2: No space left on device"
+        )
+    assert re.search(f"WARNING: checkpoint of step 2 not saved: {reason}", ranks.warnings[-1])
+    assert ranks.steps() == [1] and not list(tmp_path.glob(".*"))
     assert (ranks.savers[0].num_saved, ranks.savers[0].num_failed, ranks.savers[0].last_failed) == (1, 1, True)
-    monkeypatch.setattr(savers, "write_shard", write)
+    monkeypatch.undo()
     ranks.save(3)
-    assert ranks.steps() == [1, 3]
-    assert not ranks.savers[0].last_failed
-
-
-@pytest.mark.parametrize("which", ["write_index", "write_manifest"])
-def test_rank_0_cannot_publish(tmp_path, monkeypatch, which):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(publish, which, full)
-    ranks = Ranks(tmp_path, 2)
-    ranks.save(1)
-    assert ranks.steps() == [] and not list(tmp_path.iterdir())
-    assert "No space left on device" in ranks.warnings[0]
+    assert ranks.steps() == [1, 3] and not ranks.savers[0].last_failed
 
 
 def test_the_index_of_many_ranks_is_written_on_request(tmp_path, monkeypatch):
@@ -157,16 +158,6 @@ def test_the_index_of_many_ranks_is_written_on_request(tmp_path, monkeypatch):
     assert verify(two.directory)[1] == 1
     index_line(two.directory)
     assert verify(two.directory)[1] == 0, "written again with the same checksum"
-
-
-def test_files_that_rank_0_does_not_see(tmp_path):
-    ranks = Ranks(tmp_path, 2)
-    ranks.start(1)
-    ranks.wait()
-    (tmp_path / ".step_00000001.t" / shard_name(1, 1)).unlink()
-    ranks.boundary()
-    assert "file system that all nodes share" in ranks.warnings[0]
-    assert ranks.steps() == []
 
 
 def test_old_ones_go(tmp_path):
@@ -252,37 +243,26 @@ def test_keys_that_are_numbers(tmp_path):
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     """As of a bad sector, or a file server that forgot it: the rest is still looked at, and it is named."""
-    ranks = Ranks(tmp_path, 3)
-    ranks.save(1)
+    Ranks(tmp_path, 3).save(1)
+    preadv = os.preadv
 
     def fail(descriptor, buffers, offset):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(("rank_00001.h5", "index.h5")):
             raise OSError(errno.EIO, "Input/output error")
         return preadv(descriptor, buffers, offset)
 
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", fail)
+    with Checkpoint(tmp_path / step_name(1)) as checkpoint:
+        checkpoint.read("model/x", 3, 4)
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(UserError, match=r"cannot read .*rank_00001\.h5, model/x: Input/output error"):
+            checkpoint.read("model/x", 0, 6)
+        assert "rank_00001.h5: Input/output error" in checkpoint.check_files([0, 1])
     (verdict, *lines), number = verify(tmp_path)
     assert number == 1 and verdict.endswith("DAMAGED")
     assert len(lines) == 2 and all("cannot read" in line and "Input/output error" in line for line in lines)
     assert "rank_00001.h5" in lines[0] and "index.h5" in lines[1]
     monkeypatch.undo()
     assert verify(tmp_path)[1] == 0
-
-
-def test_tensors_that_cannot_be_read(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, 1)
-    ranks.save(1)
-    with Checkpoint(tmp_path / step_name(1)) as checkpoint:
-        checkpoint.read("model/x", 0, 1)
-
-        def fail(*_):
-            raise OSError(errno.ESTALE, "Stale file handle")
-
-        monkeypatch.setattr(os, "preadv", fail)
-        with pytest.raises(UserError, match=r"cannot read .*rank_00000\.h5, model/x: Stale file handle"):
-            checkpoint.read("model/x", 0, 3)
-        assert "Stale file handle" in checkpoint.check_files([0])
 
 
 def test_what_was_saved_is_let_go(tmp_path):
@@ -301,8 +281,7 @@ def test_what_was_saved_is_let_go(tmp_path):
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_found(tmp_path):
-    ranks = Ranks(tmp_path, 2)
-    ranks.save(1)
+    Ranks(tmp_path, 2).save(1)
     assert verify(tmp_path) == ([f"{tmp_path / step_name(1)}  intact"], 0)
     rng = np.random.default_rng(0)
     for path in sorted((tmp_path / step_name(1)).iterdir()):

@@ -5,20 +5,11 @@ import json
 import huggingface_hub
 import numpy as np
 import pytest
-import torch
-import transformers
-from checkpoint_helpers import write
-from ranks import run_ranks
 
-from odc_mpi.checkpoint.export import export
-from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import SideFiles
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.tokenizer import PAD, TURN_END, serialize_tokenizer, train_tokenizer, write_files
 from odc_mpi.errors import UserError
-from odc_mpi.models import build as models
-from odc_mpi.models.exporters import FullModelExporter
-from odc_mpi.shard.model import ShardedModel
 
 SIZE = 264
 CONFIG = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "vocab_size": SIZE}
@@ -110,29 +101,3 @@ def test_the_base_is_a_snapshot_of_a_cache_that_was_moved(tokenizer, tmp_path, m
     assert side_files.generation_config(CONFIG)["transformers_version"] == "a" * 40
     assert "tokenizer.json" in side_files.tokenizer
     assert "config.json" not in side_files.tokenizer, "the export has its own"
-
-
-def test_an_exported_model_and_tokenizer_load_with_the_tokens_that_end_a_turn(tokenizer, end, tmp_path):
-    data = write_data(tmp_path / "data.h5", serialize_tokenizer(tokenizer))
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-    def save(transport):
-        meta_model = models.from_config({"model_type": "llama", "vocab_size": SIZE, **sizes}, seed=0)
-        model = ShardedModel(meta_model.module, transport, weights=meta_model.weights)
-        metadata = {
-            "config": settings(data),
-            "transformers_config": json.loads(model.module.config.to_json_string(use_diff=False)),
-            "architectures": [type(model.module).__name__],
-        }
-        write(tmp_path, transport, 1, model, torch.optim.AdamW(model.shard_parameters()), 1, metadata)
-
-    run_ranks(1, save, torch.float32, torch.float32)
-    with Checkpoint(tmp_path / "step_00000001") as checkpoint:
-        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == end
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    messages = [{"role": "user", "content": "few"}]
-    assert exported.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(
-        messages, tokenize=False
-    )

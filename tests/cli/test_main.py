@@ -67,7 +67,6 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
         (["prepare"], ["SOURCE"]),
         (["prepare", "a.jsonl", "b.jsonl"], ["--out", "odc-mpi prepare --help"]),
         (["prepare", "a.jsonl", "--out", ""], ["--out", "expected a path"]),
-        (["checkpoint", "export", "run"], ["--out", "odc-mpi checkpoint export --help"]),
         (["prepare", "/nowhere.jsonl", "--out", "out.h5"], ["/nowhere.jsonl"]),
         (["prepare", "stdlib", "--out", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "--out", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),

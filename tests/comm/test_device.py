@@ -4,9 +4,8 @@ import sys
 
 import pytest
 import torch
-from late_device import LateDevice
 
-from odc_mpi.comm.device.device import BufferDict, _cupy, find_device
+from odc_mpi.comm.device.device import _cupy, find_device
 from odc_mpi.errors import UserError
 
 
@@ -18,17 +17,6 @@ def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
         UserError, match=rf"CuPy, which cannot be imported .* install odc_mpi\[{extra}\].* or set it to cpu"
     ):
         _cupy()
-
-
-def test_an_event_belongs_to_memory_not_to_a_view_of_it():
-    events, device, memory = BufferDict(), LateDevice(), torch.zeros(8)
-    event = device.record_event()
-    events.set(memory[2:], event)
-    assert len(events) == 1
-    assert events.pop(memory[4:].view(torch.int32)) is event
-    with pytest.raises(KeyError):
-        events.pop(memory)
-    assert len(events) == 0
 
 
 def test_a_machine_without_a_gpu_says_so(monkeypatch):

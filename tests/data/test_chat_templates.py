@@ -1,11 +1,8 @@
 """Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
 
@@ -16,28 +13,12 @@ from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
 #: Templates without tools.
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Look up a word.",
-            "parameters": {
-                "type": "object",
-                "properties": {"word": {"type": "string", "description": "The word."}},
-                "required": ["word"],
-            },
-        },
-    }
-]
+WORD = {"type": "object", "properties": {"word": {"type": "string", "description": "The word."}}, "required": ["word"]}
+LOOKUP = {"name": "lookup", "description": "Look up a word.", "parameters": WORD}
+TOOLS = [{"type": "function", "function": LOOKUP}]
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"type": "function", "id": "call12345", "function": {"name": "lookup", "arguments": '{"word": "zebra"}'}}
-    ],
-}
+CALLED = {"type": "function", "id": "call12345", "function": {"name": "lookup", "arguments": '{"word": "zebra"}'}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
 RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "call12345", "content": "User result: four."}
 
 
@@ -54,21 +35,16 @@ CONVERSATIONS = {
 }
 
 
-@pytest.fixture
-def published(tokenizer: Any) -> Callable[..., Any]:
-    return partial(with_published_template, tokenizer)
-
-
 def trained_text(tokenizer: Any, encoded: list[Encoded]) -> str:
     return "".join(tokenizer.decode(each.tokens[each.loss_mask], skip_special_tokens=False) for each in encoded)
 
 
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
-def test_published_templates_train_each_answer_once_and_nothing_of_the_user(published: Callable[..., Any]) -> None:
+def test_published_templates_train_each_answer_once_and_nothing_of_the_user(tokenizer: Any) -> None:
     assert len(TEXT_TEMPLATES) >= 34
-    split, omitted, refused = {}, set(), {}
+    plain, split, omitted, refused = tokenizer, {}, set(), {}
     for name in TEXT_TEMPLATES:
-        tokenizer = published(name)
+        tokenizer = with_published_template(plain, name)
         for case, chat in CONVERSATIONS.items():
             try:
                 [encoded] = encode(tokenizer, [chat])
@@ -76,12 +52,10 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
                 refused.setdefault(name, {})[case] = str(error)
                 continue
             text = trained_text(tokenizer, encoded)
-            answers = [message["content"] for message in chat.messages if message["role"] == "assistant"]
-            assert [text.count(answer) for answer in filter(None, answers)] == [1] * len(list(filter(None, answers)))
-            assert text.count("zebra") == (case == "tools") and "User" not in text and "Be brief" not in text, (
-                name,
-                case,
-            )
+            answers = [each["content"] for each in chat.messages if each["role"] == "assistant" and each["content"]]
+            assert [text.count(answer) for answer in answers] == [1] * len(answers)
+            assert text.count("zebra") == (case == "tools"), (name, case)
+            assert "User" not in text and "Be brief" not in text, (name, case)
             if case == "three" and len(encoded) > 1:
                 split[name] = len(encoded)
             omitted |= {name} if encoded[0].omitted else set()
@@ -91,24 +65,21 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
     assert not omitted - {name for name in omitted if name.startswith(("deepseek", "nemotron", "qwen3_5_nothink"))}
     assert set(refused) == NO_TOOLS and all(set(cases) <= {"tools", "system"} for cases in refused.values())
     assert {name for name, cases in refused.items() if "system" in cases} == {"gemma"}
-    assert all(
-        "rejects the messages (" in text or "--chat-template FILE" in text
-        for cases in refused.values()
-        for text in cases.values()
-    )
+    texts = [text for cases in refused.values() for text in cases.values()]
+    assert all("rejects the messages (" in text or "--chat-template FILE" in text for text in texts)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
-def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(published: Callable[..., Any]) -> None:
+def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(tokenizer: Any) -> None:
     """Marks may begin in the generation prompt, and may include white space after the end-of-turn token.
 
     With tools, those of diffusion_gemma leave out <|tool_response>, at which it stops.
     """
     names, other = [name for name in TEXT_TEMPLATES if f"{name}_training" in PATHS], set()
     for name in names:
-        plain = published(name)
-        marked = published(f"{name}_training", special_of=name)
+        plain = with_published_template(tokenizer, name)
+        marked = with_published_template(tokenizer, f"{name}_training", special_of=name)
         for case, chat in CONVERSATIONS.items():
             if (name, case) == ("gemma", "system") or (case == "tools" and name in NO_TOOLS | {"diffusion_gemma"}):
                 continue
@@ -150,9 +121,8 @@ def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None
     together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
     apart = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
     assert spans(changing, chat) == spans(changing, chat, "always") == apart
-    with pytest.raises(
-        InvalidRecordError, match=r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
-    ):
+    words = r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
+    with pytest.raises(InvalidRecordError, match=words):
         spans(changing, chat, "never")
     assert spans(tokenizer, chat) == spans(tokenizer, chat, "never") == together
     assert spans(tokenizer, chat, "always") == [[text] for text in together[0]]
@@ -216,10 +186,9 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InvalidRecordError, match="drops a part of message 4"):
         encode(tokenizer, [CONVERSATIONS["tools"]])
     # Nor do the words of a later answer.
+    later = [turn(1)[0], CALL, RESULT, {"role": "assistant", "content": "By lookup."}]
     with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
-        encode(
-            tokenizer, [Conversation("", [turn(1)[0], CALL, RESULT, {"role": "assistant", "content": "By lookup."}])]
-        )
+        encode(tokenizer, [Conversation("", later)])
     silent = with_template(
         tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
     )
@@ -228,19 +197,11 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
 
 
 def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: Any) -> None:
-    for rendering in (
-        "{{ m.tool_calls[0].function.arguments | tojson }}",
-        "{{ '' + m.tool_calls[0].function.arguments }}",
-    ):
-        template = (
-            HEADER
-            + "{{ m.content }}{% if m.tool_calls %}lookup"
-            + rendering
-            + "{% endif %}<|im_end|>\n{% endfor %}"
-            + PROMPT
-        )
-        as_object = copy.deepcopy(CALL)
-        as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
+    as_object = copy.deepcopy(CALL)
+    as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
+    for rendering in ("m.tool_calls[0].function.arguments | tojson", "'' + m.tool_calls[0].function.arguments"):
+        message = f"{{{{ m.content }}}}{{% if m.tool_calls %}}lookup{{{{ {rendering} }}}}{{% endif %}}<|im_end|>\n"
+        template = HEADER + message + "{% endfor %}" + PROMPT
         for call in (CALL, as_object):
             found = spans(with_template(tokenizer, template), Conversation("", [turn(1)[0], call]))
             assert found == [['lookup{"word": "zebra"}<|im_end|>']]
@@ -249,7 +210,6 @@ def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: 
 def test_split_answers_are_separate_sequences(tokenizer: Any) -> None:
     changing = with_template(tokenizer, LAST_THINKS)
     [encoded, [plain]] = encode(changing, [CONVERSATIONS["three"], CONVERSATIONS["one"]])
-    assert [trained_text(changing, [each]) for each in encoded] == [
-        f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)
-    ]
-    np.testing.assert_array_equal(encoded[0].tokens, plain.tokens)
+    texts = [trained_text(changing, [each]) for each in encoded]
+    assert texts == [f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)]
+    assert encoded[0].tokens.tolist() == plain.tokens.tolist()

@@ -42,33 +42,24 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: i
             assert (tokens.dtype, mask.dtype) == (np.int64, np.bool_)
             np.testing.assert_array_equal(tokens, sequences[i][0])
             np.testing.assert_array_equal(mask, sequences[i][1])
-    assert writer.num_sequences == 30
-    assert writer.num_tokens == sum(len(tokens) for tokens, _ in sequences)
+    assert (writer.num_sequences, writer.num_tokens) == (30, sum(len(tokens) for tokens, _ in sequences))
     assert writer.num_trained_tokens == sum(int(mask[1:].sum()) for _, mask in sequences)
-    assert writer.longest == max(len(tokens) for tokens, _ in sequences)
 
 
-def test_pairs_round_trip(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [*([name] for name in PairCounts._fields), PairCounts._fields])
+def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path: Path, names: Sequence[str]) -> None:
     write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
     with Dataset(tmp_path / "pairs.h5") as dataset:
         assert dataset.lengths.tolist() == [10, 6]
-        assert dataset.pair_counts is not None
         assert dataset.pair_counts.tolist() == [[3, 2, 2], [1, 4, 4]]
         assert dataset[1][1].tolist() == [False, *[True] * 5]
-    assert "no damage" in verify_dataset(tmp_path / "pairs.h5")
-
-
-@pytest.mark.parametrize("name", ["num_prompt_tokens", "num_chosen_tokens", "num_chosen_loss_tokens", "all"])
-def test_removed_or_changed_pairs_are_damage(tmp_path: Path, name: str) -> None:
-    write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
     with h5py.File(tmp_path / "pairs.h5", "r+") as file:
-        if name == "all":
-            for each in PairCounts._fields:
-                del file[each]
-        else:
-            file[name][0] = 1
-    with pytest.raises(DamagedDatasetError, match="pairs were changed"):
-        Dataset(tmp_path / "pairs.h5")
+        for name in names:
+            if len(names) == 1:
+                file[name][0] = 1
+            else:
+                del file[name]
+    assert "pairs were changed" in refused(tmp_path / "pairs.h5")
 
 
 def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
@@ -107,49 +98,41 @@ def test_files_of_the_tokenizer(tmp_path: Path, write_dataset: Write) -> None:
         assert read_tokenizer_files(path) == {}
 
 
-def _digest(path: Path, tokens: Sequence[int], mask: Sequence[int]) -> str:
-    with DatasetWriter(path, vocab_size=10, tokenizer="none", source="test") as writer:
-        for part in (slice(0, 3), slice(3, None)):
-            writer.append(np.array(tokens[part], dtype=np.uint32), np.array(mask[part], dtype=bool))
-    with Dataset(path) as dataset:
-        return dataset.digest()
-
-
 def test_the_digest_depends_on_tokens_and_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(tokens: Sequence[int], mask: Sequence[int]) -> str:
+        path = tmp_path / "a.h5"
+        path.unlink(missing_ok=True)
+        with DatasetWriter(path, vocab_size=10, tokenizer="none", source="test") as writer:
+            for part in (slice(0, 3), slice(3, None)):
+                writer.append(np.array(tokens[part], dtype=np.uint32), np.array(mask[part], dtype=bool))
+        with Dataset(path) as dataset:
+            return dataset.digest()
+
     tokens, mask = [1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 0, 1, 1, 0]
-    known = _digest(tmp_path / "a.h5", tokens, mask)
-    assert _digest(tmp_path / "b.h5", [1, 2, 3, 4, 5, 6, 8], mask) != known
-    assert _digest(tmp_path / "c.h5", tokens, [0, 1, 0, 0, 1, 0, 1]) != known, "as many are trained"
+    known = digest(tokens, mask)
+    assert digest([1, 2, 3, 4, 5, 6, 8], mask) != known
+    assert digest(tokens, [0, 1, 0, 0, 1, 0, 1]) != known, "as many are trained"
     monkeypatch.setattr(module, "_BUFFERED_TOKENS", 1)
-    assert _digest(tmp_path / "d.h5", tokens, mask) == known, "written in other pieces"
-
-
-@pytest.mark.parametrize("index", [-1, 2, 100])
-def test_out_of_range(write_dataset: Write, index: int) -> None:
-    with Dataset(write_dataset([4, 6])) as dataset, pytest.raises(IndexError, match=f"0 to 1, got {index}"):
-        dataset[index]
+    assert digest(tokens, mask) == known, "written in other pieces"
 
 
 def test_closes_twice_and_opens_many_times(write_dataset: Write) -> None:
+    """Also beside HDF5's own lock, which another library may hold, and which some file systems do not have."""
     path = write_dataset([4, 6])
     path.chmod(0o444)
-    first, second = Dataset(path), Dataset(str(path))
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        first, second = Dataset(path), Dataset(str(path))
     first.close()
     first.close()
     with pytest.raises(ValueError, match="is closed") as caught:
         first[0]
     assert not isinstance(caught.value, UserError), "an intact file is not called damaged"
     assert second[1][0].tolist() == [4, 5, 6, 7, 8, 9]
+    for index in (-1, 2, 100):
+        with pytest.raises(IndexError, match=f"0 to 1, got {index}"):
+            second[index]
     second.close()
-
-
-def test_opens_beside_a_lock(write_dataset: Write) -> None:
-    """Another library may hold HDF5's own lock; on some file systems taking one fails."""
-    path = write_dataset([4, 6])
-    with path.open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with Dataset(path) as dataset:
-            assert len(dataset) == 2
 
 
 def test_an_unfinished_file_is_refused(tmp_path: Path) -> None:
@@ -179,10 +162,9 @@ def refused(path: Path, remedy: str = "") -> str:
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
     assert "no file" in refused(tmp_path / "none.h5")
     assert "no file" in refused(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
-    assert "expected an HDF5 file" in refused(tmp_path / "a.txt")
-    (tmp_path / "empty").touch()
-    assert "expected an HDF5 file" in refused(tmp_path / "empty")
+    for content in ("text", ""):
+        (tmp_path / "a.txt").write_text(content)
+        assert "expected an HDF5 file" in refused(tmp_path / "a.txt")
     with h5py.File(tmp_path / "b.h5", "w") as file:
         file["tokens"] = np.arange(3)
     assert "expected a file of odc-mpi prepare" in refused(tmp_path / "b.h5")
@@ -254,18 +236,12 @@ def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
         replace("offsets", np.array([], dtype=np.int64)),
         replace("num_trained_tokens", np.array([1], dtype=np.int32)),
         replace("checksums", np.array([1, 2], dtype=np.uint32)),
-        link(h5py.SoftLink("/others")),
-        link(h5py.SoftLink("/tokens")),
-        link(h5py.ExternalLink("other.h5", "/tokens")),
+        *map(link, (h5py.SoftLink("/others"), h5py.SoftLink("/tokens"), h5py.ExternalLink("other.h5", "/tokens"))),
         virtual,
         grow,
-        set_attribute("content", np.bytes_(b"0" * 64)),
-        set_attribute("content", [1, 2]),
-        set_attribute("version", [2, 2]),
-        set_attribute("vocab_size", "many"),
-        set_attribute("vocab_size", float("nan")),
-        set_attribute("max_token_id", [1, 2]),
-        set_attribute("vocabulary", 1),
+        *(set_attribute("content", value) for value in (np.bytes_(b"0" * 64), [1, 2])),
+        *(set_attribute("vocab_size", value) for value in ("many", float("nan"))),
+        *(set_attribute(name, [2, 2]) for name in ("version", "max_token_id", "vocabulary")),
         lambda file: file.attrs.__delitem__("vocab_size"),
     ],
 )
@@ -282,14 +258,8 @@ INDEX = ("offsets", "num_trained_tokens", "checksums")
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("offsets", [0, 10]),
-        ("offsets", [1, 4, 10]),
-        ("offsets", [0, 4, 9]),
-        ("offsets", [0, 11, 10]),
-        ("offsets", []),
-        ("num_trained_tokens", [0, 1]),
-        ("num_trained_tokens", [4, 1]),
-        ("num_trained_tokens", [1]),
+        *(("offsets", values) for values in ([0, 10], [1, 4, 10], [0, 4, 9], [0, 11, 10], [])),
+        *(("num_trained_tokens", values) for values in ([0, 1], [4, 1], [1])),
         ("checksums", [1]),
     ],
 )
@@ -301,26 +271,15 @@ def test_inconsistent_files_with_the_right_digest(write_dataset: Write, name: st
     assert "is damaged" in refused(path)
 
 
-def rewrite(name: str, values: Any) -> Callable[[h5py.File], None]:
-    """With correct checksums of HDF5, as a program would do."""
-    return lambda file: file[name].__setitem__(slice(4, 10), values)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        rewrite("tokens", 0),
-        rewrite("loss_mask", 0),
-        rewrite("loss_mask", 1),
-        set_attribute("max_token_id", 5),
-    ],
-)
-def test_sequences_that_are_not_those_that_were_written(
-    write_dataset: Write, change: Callable[[h5py.File], None]
-) -> None:
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("loss_mask", 0), ("loss_mask", 1), ("max_token_id", 5)])
+def test_sequences_that_are_not_those_that_were_written(write_dataset: Write, name: str, value: int) -> None:
+    """With correct checksums of HDF5, as a program would write them."""
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
-        change(file)
+        if name in file:
+            file[name][4:10] = value
+        else:
+            file.attrs[name] = value
     with Dataset(path) as dataset:
         assert len(dataset[0][0]) == 4
         with pytest.raises(DamagedDatasetError, match="sequence 1 does not match") as caught:
@@ -352,8 +311,8 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: 
     assert f"12 {'pairs' if seed % 2 else 'sequences'}" in verify_dataset(path)
     content, expected, num_refused = path.read_bytes(), everything(path), 0
     positions = list(rng.choice(len(content), 200, replace=False))
-    for name in PairCounts._fields if seed % 2 else ():
-        with h5py.File(path) as file:
+    with h5py.File(path) as file:
+        for name in PairCounts._fields if seed % 2 else ():
             positions += list(file[name].id.get_chunk_info(0).byte_offset + rng.choice(12 * 4, 5, replace=False))
     for position in positions:
         flipped = bytearray(content)

@@ -24,19 +24,13 @@ CHAT = [
 
 def trained_runs(tokenizer: Any, encoded: Encoded) -> list[str]:
     """Decode each run of trained tokens, exactly."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask, [0]])))
-    return [
-        tokenizer.decode(encoded.tokens[a:b], skip_special_tokens=False)
-        for a, b in zip(edges[::2], edges[1::2], strict=True)
-    ]
+    runs = np.split(np.arange(len(encoded.tokens)), 1 + np.flatnonzero(np.diff(encoded.loss_mask)))
+    return [tokenizer.decode(encoded.tokens[run]) for run in runs if encoded.loss_mask[run[0]]]
 
 
 def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
-    pairs = [
-        PromptCompletion("", "What is ä?\n", "A letter."),
-        PromptCompletion("", "", "Only text"),
-        PromptCompletion("", "p", " "),
-    ]
+    texts = (("What is ä?\n", "A letter."), ("", "Only text"), ("p", " "))
+    pairs = [PromptCompletion("", prompt, completion) for prompt, completion in texts]
     for pair, [encoded] in zip(pairs, encode(tokenizer, pairs), strict=True):
         assert encoded.tokens.dtype == np.uint32 and encoded.loss_mask.dtype == np.bool_
         assert tokenizer.decode(encoded.tokens) == pair.prompt + pair.completion + "<|endoftext|>"
@@ -49,8 +43,7 @@ def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
     # One token has the newline at the end of the generation prompt and that of the answer, as with Qwen2's tokenizer.
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
 
-
-def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
+    # An empty turn is context.
     silent = [{"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
     [[encoded]] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
@@ -110,17 +103,14 @@ def llama_like() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", clean_up_tokenization_spaces=False)
 
 
-def test_sequences_begin_as_the_tokenizer_says() -> None:
-    tokenizer = llama_like()
+def test_sequences_begin_as_the_tokenizer_says_and_need_an_end_token() -> None:
+    tokenizer, pair = llama_like(), PromptCompletion("", "who is", "me")
+    with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
+        encode(tokenizer, [pair])
     tokenizer.eos_token = "</s>"
-    [[encoded]] = encode(tokenizer, [PromptCompletion("", "who is", "me")])
+    [[encoded]] = encode(tokenizer, [pair])
     assert tokenizer.convert_ids_to_tokens(encoded.tokens) == ["<s>", "▁who", "▁is", "▁me", "</s>"]
     assert encoded.loss_mask.tolist() == [False, False, False, True, True]
-
-
-def test_pairs_need_an_end_token() -> None:
-    with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
-        encode(llama_like(), [PromptCompletion("", "who is", "me")])
 
 
 def test_masks_with_glued_blanks() -> None:

@@ -86,7 +86,6 @@ def test_roles() -> None:
     ("record", "words"),
     [
         ({"conversations": [{"from": "human"}]}, "expected the field 'content'"),
-        ({"conversations": "Hi"}, "expected 'conversations' to be a list"),
         ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0 or 1, got 0.5"),
         ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be false or true, got 'no'"),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "expected JSON text in a 'function_call'"),

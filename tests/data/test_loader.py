@@ -10,7 +10,7 @@ from packed_models import plain_model
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader, Minibatch
-from odc_mpi.data.microbatch import IGNORED_LABEL, Microbatch, read_chunk, read_microbatch
+from odc_mpi.data.microbatch import IGNORED_LABEL, read_chunk, read_microbatch
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
@@ -31,13 +31,8 @@ def loader(dataset: Dataset, **arguments: Any) -> Loader:
 
 def minibatch_key(minibatch: Minibatch) -> tuple[Any, ...]:
     """Return the fields that do not depend on the rank."""
-    return (
-        minibatch.data_epoch,
-        minibatch.position,
-        minibatch.indices.tolist(),
-        minibatch.num_tokens,
-        minibatch.num_input_tokens,
-    )
+    counts = minibatch.num_tokens, minibatch.num_input_tokens
+    return minibatch.data_epoch, minibatch.position, minibatch.indices.tolist(), *counts
 
 
 @pytest.mark.parametrize("balance", BALANCE_STRATEGIES)
@@ -46,15 +41,11 @@ def minibatch_key(minibatch: Minibatch) -> tuple[Any, ...]:
 )
 def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, num_islands: int, balance: str) -> None:
     rng = np.random.default_rng(size)
-    settings = {
-        "minibatch_sequences": int(rng.integers(1, 20)),
-        "balance": balance,
-        "seed": size,
-        "cost": CostModel(1, 0.01),
-        "num_islands": num_islands,
-    }
+    settings = {"minibatch_sequences": int(rng.integers(1, 20)), "balance": balance, "cost": CostModel(1, 0.01)}
     per_island = size // num_islands
-    loaders = [loader(dataset, rank=rank, size=size, **settings) for rank in range(size)]
+    loaders = [
+        loader(dataset, rank=rank, size=size, seed=size, num_islands=num_islands, **settings) for rank in range(size)
+    ]
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
         # On each island, tickets go to one rank after the other, as if all were equally fast.
@@ -78,31 +69,22 @@ def test_positions_are_drawn_when_they_are_due(dataset: Dataset) -> None:
     assert minibatch.plan.microbatches == ((), ())
     with pytest.raises(UserError, match="batches"):
         iter(minibatch)
-    pool, claimed, counts = minibatch.plan.pool, [], []
+    pool, claimed = minibatch.plan.pool, []
 
     def draw(count: int) -> Iterator[int]:
-        counts.append(count)
+        assert count == len(pool)
         for position in (1, 3, count - 1):
             claimed.append(position)
             yield position
 
-    batches = minibatch.microbatches(draw)
-    assert next(batches).indices.tolist() == minibatch.indices[list(pool[1])].tolist()
-    assert claimed == [1]
-    assert [batch.indices.tolist() for batch in batches] == [
-        minibatch.indices[list(pool[i])].tolist() for i in (3, len(pool) - 1)
-    ]
-    assert claimed == [1, 3, len(pool) - 1]
-    assert counts == [len(pool)]
-
-
-def test_nothing_is_drawn_without_a_pool(dataset: Dataset) -> None:
+    for number, batch in enumerate(minibatch.microbatches(draw), start=1):
+        assert claimed == [1, 3, len(pool) - 1][:number]
+        assert batch.indices.tolist() == minibatch.indices[list(pool[claimed[-1]])].tolist()
+    assert len(claimed) == 3
+    # Nothing is drawn without a pool.
     minibatch = next(loader(dataset, balance="lb_mini"))
-
-    def draw(count: int) -> Iterator[int]:
-        raise AssertionError("drew")
-
     assert [b.indices.tolist() for b in minibatch.microbatches(draw)] == [b.indices.tolist() for b in minibatch]
+    assert len(claimed) == 3
 
 
 def test_a_data_epoch_is_everything_once_and_shuffled(dataset: Dataset) -> None:
@@ -121,12 +103,8 @@ def test_the_order_depends_on_the_seed_alone(dataset: Dataset) -> None:
 
     assert order() == order(size=4, rank=3, balance="local_sort")
     assert order() != order(seed=1)
-
-
-def test_a_minibatch_larger_than_the_data_set(dataset: Dataset) -> None:
-    minibatches = list(islice(loader(dataset, minibatch_sequences=1000), 2))
-    assert [len(m.indices) for m in minibatches] == [53, 53]
-    assert [m.data_epoch for m in minibatches] == [0, 1]
+    # With minibatches larger than the data set, each is a data epoch.
+    assert order(minibatch_sequences=1000)[: 2 * 53] == order(minibatch_sequences=53)[: 2 * 53]
 
 
 @pytest.mark.parametrize("steps", [0, 3, 6, 7, 10])
@@ -144,12 +122,10 @@ def test_resumes_with_the_same_continuation(dataset: Dataset, steps: int) -> Non
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-@pytest.mark.parametrize(
-    "state", [{"data_epoch": 0, "position": 53}, {"data_epoch": 0, "position": -1}, {"data_epoch": -1, "position": 0}]
-)
-def test_refuses_the_state_of_another_data_set(dataset: Dataset, state: dict[str, int]) -> None:
+@pytest.mark.parametrize(("data_epoch", "position"), [(0, 53), (0, -1), (-1, 0)])
+def test_refuses_the_state_of_another_data_set(dataset: Dataset, data_epoch: int, position: int) -> None:
     with pytest.raises(UserError, match=r"position from 0 to 52 .* set data\.path"):
-        loader(dataset).load_state_dict(state)
+        loader(dataset).load_state_dict({"data_epoch": data_epoch, "position": position})
 
 
 def test_reads_only_what_is_due(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +142,6 @@ def test_reads_only_what_is_due(dataset: Dataset, monkeypatch: pytest.MonkeyPatc
     assert len(read) < len(minibatch.indices)
 
 
-def unpacked(batch: Microbatch) -> list[dict[str, torch.Tensor]]:
-    """Split a microbatch into its sequences by its own bounds."""
-    bounds = batch.inputs["cu_seq_lens_q"].tolist()
-    names = ("input_ids", "labels", "position_ids")
-    return [{name: batch.inputs[name][0, a:b] for name in names} for a, b in pairwise(bounds)]
-
-
 def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
     for batch in islice((batch for minibatch in loader(dataset) for batch in minibatch), 30):
         inputs = batch.inputs
@@ -185,12 +154,12 @@ def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
         assert inputs["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths)]
         assert inputs["max_length_q"] == inputs["max_length_k"] == lengths.max()
         assert type(inputs["max_length_q"]) is int and type(batch.num_tokens) is int and type(length) is int
-        for i, sequence in zip(batch.indices, unpacked(batch), strict=True):
+        for i, (a, b) in zip(batch.indices, pairwise(inputs["cu_seq_lens_q"].tolist()), strict=True):
             tokens, mask = dataset[i]
-            assert sequence["input_ids"].tolist() == tokens.tolist()
-            assert sequence["position_ids"].tolist() == list(range(len(tokens)))
+            assert inputs["input_ids"][0, a:b].tolist() == tokens.tolist()
+            assert inputs["position_ids"][0, a:b].tolist() == list(range(len(tokens)))
             mask[0] = False
-            assert sequence["labels"].tolist() == np.where(mask, tokens, -100).tolist()
+            assert inputs["labels"][0, a:b].tolist() == np.where(mask, tokens, -100).tolist()
         assert batch.num_tokens == (inputs["labels"] != -100).sum()
         assert batch.num_tokens == dataset.num_trained_tokens[batch.indices].sum()
 
@@ -219,6 +188,7 @@ def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, atte
             {"max_tokens_per_microbatch": max(LENGTHS) - 1},
             f"got {max(LENGTHS)} in sequence {LENGTHS.index(max(LENGTHS))} ",
         ),
+        ({"context_parallel": True, "size": 2, "max_tokens_per_microbatch": 20}, "of at most 40 tokens, 2 chunks of"),
     ],
 )
 def test_user_errors_are_reported_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:

@@ -1,5 +1,4 @@
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from record_files import write_lines
 from rich.console import Console
 from tokenizers import pre_tokenizers
 
@@ -35,11 +35,6 @@ def prepare(source: str, out: Path, console: Console | None = None, **options: A
     return module.prepare([source], out, PrepareOptions(**options), console)
 
 
-def write_lines(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def pairs(*lengths: int) -> list[dict[str, str]]:
     """Lines that become sequences of that many tokens: a prompt of 2, a completion, an end."""
     return [{"prompt": "\x01\x02", "completion": "".join(map(chr, range(3, length)))} for length in lengths]
@@ -56,28 +51,25 @@ def refused(source: str, out: Path, **arguments: Any) -> str:
 def test_the_standard_library(
     stdlib_report: PrepareReport, tokenizer: Any, stdlib_samples: list[StdlibFunction]
 ) -> None:
-    samples = stdlib_samples
-    assert stdlib_report.num_sequences == len(samples)
-    assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
-    assert stdlib_report.vocab_size == len(tokenizer) == 2048
-    assert stdlib_report.tokenizer == stdlib_report.path
+    report = stdlib_report
+    assert (report.num_truncated, report.num_dropped, report.num_untrained_dropped) == (0, 0, 0)
     trained = "trained on stdlib, with a plain chat template (ChatML)"
-    assert f"\ntokenizer: 2,048 tokens, {trained}, stored in {stdlib_report.path}" in stdlib_report.describe()
-    with Dataset(stdlib_report.path) as dataset:
-        assert len(dataset) == len(samples)
-        assert (dataset.vocab_size, stdlib_report.num_tokens) == (2048, dataset.lengths.sum())
-        assert stdlib_report.num_trained_tokens == dataset.num_trained_tokens.sum()
-        assert stdlib_report.longest == dataset.lengths.max() > 10 * np.median(dataset.lengths)
+    assert f"\ntokenizer: 2,048 tokens, {trained}, stored in {report.path}" in report.describe()
+    with Dataset(report.path) as dataset:
+        assert len(dataset) == len(stdlib_samples) == report.num_sequences
+        assert (dataset.vocab_size, report.num_tokens) == (2048, dataset.lengths.sum())
+        assert report.num_trained_tokens == dataset.num_trained_tokens.sum()
+        assert report.longest == dataset.lengths.max() > 10 * np.median(dataset.lengths), "a heavy tail"
         assert dataset.max_token_id < 2048
-        for i in range(0, len(samples), 97):
+        for i in range(0, len(stdlib_samples), 97):
             tokens, mask = dataset[i]
-            assert tokenizer.decode(tokens) == samples[i].prompt + samples[i].completion + "<|endoftext|>"
-            assert tokenizer.decode(tokens[mask]) == samples[i].completion + "<|endoftext|>"
-            assert dataset.num_trained_tokens[i] == mask[1:].sum()
+            prompt, completion = stdlib_samples[i]
+            assert tokenizer.decode(tokens) == f"{prompt}{completion}<|endoftext|>"
+            assert tokenizer.decode(tokens[mask]) == f"{completion}<|endoftext|>"
 
 
 def test_the_trained_tokenizer_loses_nothing(tokenizer: Any) -> None:
-    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token == "<|pad|>"
+    assert tokenizer.pad_token == "<|pad|>"
     for text in ("naïve 🙂\t\r\n\0  x", " leading", "<|im_start|>"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -117,38 +109,28 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
 
 
 def test_plain_texts_can_be_split(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    text = "\x01\x02\x03" * 9
-    source = write_lines(tmp_path / "a.jsonl", {"text": text}, *pairs(20))
-    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10}
-    report = prepare(source, tmp_path / "a.h5", **options, overlong="split")
-    whole = prepare(source, tmp_path / "b.h5", tokenizer=stdlib_report.tokenizer)
+    source = write_lines(tmp_path / "a.jsonl", {"text": "\x01\x02\x03" * 9}, *pairs(20))
+    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10, "overlong": "split"}
+    report = prepare(source, tmp_path / "a.h5", **options)
     assert (report.num_sequences, report.num_split, report.num_truncated, report.num_truncated_tokens) == (4, 1, 1, 10)
-    with Dataset(report.path) as parts, Dataset(whole.path) as wholes:
-        tokens, _ = wholes[0]
-        assert len(tokens) == 28
-        found = [parts[i] for i in range(3)]
-        # No token is lost: each sequence begins with the last token of the one before, which has no loss there.
-        assert np.concatenate([tokens[:1], *(part[1:] for part, _ in found)]).tolist() == tokens.tolist()
-        assert all(mask[1:].all() for _, mask in found)
-        assert [part[0] for part, _ in found[1:]] == [tokens[9], tokens[18]]
     assert "1 texts split into sequences of --max-length\n1 truncated" in report.describe()
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_each_part_of_a_split_text_begins_with_bos(adds_bos: bool) -> None:
+    """Or else with the last token of the previous part, which has no loss there."""
     counts, tokens = FilterCounts(), np.arange(8, dtype=np.uint32)
     text = Encoded(tokens, tokens >= adds_bos, is_plain_text=True, starts_with_bos=adds_bos)
-    parts = [part.tokens.tolist() for part in _fit(text, SequenceFilter(4, "split"), counts)]
-    assert parts == ([[0, 1, 2, 3], [0, 4, 5, 6], [0, 7]] if adds_bos else [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]])
+    parts = list(_fit(text, SequenceFilter(4, "split"), counts))
+    expected = [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7]] if adds_bos else [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]]
+    assert [part.tokens.tolist() for part in parts] == expected
+    assert all(part.loss_mask.tolist() == [False, *[True] * (part.length - 1)] for part in parts)
 
 
 def test_what_only_the_first_token_would_teach_is_dropped() -> None:
-    counts = FilterCounts()
-    tokens = np.arange(3, dtype=np.uint32)
-    first_only, last_too = (Encoded(tokens, np.array([True, False, last])) for last in (False, True))
-    assert not list(_fit(first_only, SequenceFilter(), counts))
-    [kept] = _fit(last_too, SequenceFilter(), counts)
-    assert kept.loss_mask.tolist() == [True, False, True]
+    counts, tokens = FilterCounts(), np.arange(3, dtype=np.uint32)
+    for last in (False, True):
+        assert len(list(_fit(Encoded(tokens, np.array([True, False, last])), SequenceFilter(), counts))) == last
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 
@@ -279,18 +261,16 @@ def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, st
         with Dataset(path) as dataset:
             return [tuple(dataset[i][0].tolist()) for i in range(len(dataset))]
 
-    both = []
+    few: set[tuple[int, ...]] = set()
     for name, lines in (("few", records[:150]), ("all", records + records[:20])):
         source = write_lines(tmp_path / f"{name}.jsonl", *lines)
         report = prepare(source, tmp_path / f"{name}.h5", tokenizer=stdlib_report.path, eval_fraction=0.2)
-        assert report.eval_path == tmp_path / f"{name}.eval.h5"
-        train, held_out = texts(report.path), texts(report.eval_path)
+        train, held_out = texts(tmp_path / f"{name}.h5"), texts(tmp_path / f"{name}.eval.h5")
         assert len(train) + len(held_out) == len(lines) and not set(train) & set(held_out)
-        assert (report.num_sequences, report.num_eval_sequences) == (len(train), len(held_out))
         assert 0.1 < len(held_out) / len(lines) < 0.3
         assert f"{report.eval_path}: held out {len(held_out)} sequences" in report.describe()
-        both.append((set(train), set(held_out)))
-    assert both[0][0] <= both[1][0] and both[0][1] <= both[1][1]
+        assert few <= set(held_out) and not few & set(train)
+        few = set(held_out)
 
 
 def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path: Path, few_functions: None) -> None:

@@ -1,11 +1,11 @@
 """`prepare` with chat templates: another template, one sequence per answer, bad lines, and the display of sequences."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from record_files import write_lines
 from rich.console import Console
 
 from odc_mpi.cli import main as cli
@@ -24,23 +24,19 @@ THINKING = (
 )
 
 
-def conversation(i: int, answers: int = 2) -> dict[str, Any]:
-    turns = [
-        [{"role": "user", "content": f"Is {i} {j}?"}, {"role": "assistant", "content": f"No, {i}."}]
-        for j in range(answers)
-    ]
-    return {"messages": [message for turn in turns for message in turn]}
+def say(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(contents)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
 
 
-def write_lines(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+def conversation(i: int) -> dict[str, Any]:
+    return say(f"Is {i} 0?", f"No, {i}.", f"Is {i} 1?", f"No, {i}.")
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    bad = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Hm.</think>No."}]}
-    return write_lines(tmp_path / "a.jsonl", *(conversation(i) for i in range(40)), bad, conversation(40, 1))
+    chats = [*(conversation(i) for i in range(40)), say("?", "Hm.</think>No."), say("Is 40 0?", "No, 40.")]
+    return write_lines(tmp_path / "a.jsonl", *chats)
 
 
 @pytest.fixture
@@ -71,7 +67,7 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     assert sides[0].isdisjoint(sides[1]) and len(sides[0]) + len(sides[1]) == 41
     tokenizer = load_tokenizer(out)
     assert tokenizer.chat_template == THINKING
-    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", conversation(1)["messages"][:1])])[0])
+    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", say("Is 1 0?")["messages"])])[0])
     assert prompt == "<|im_start|>user\nIs 1 0?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     template.write_text(THINKING + " ")
     assert prepare([source], out, options).elapsed_s is not None, "another template"
@@ -108,13 +104,8 @@ def test_a_template_that_cannot_be_read(source: str, tmp_path: Path) -> None:
 
 
 def test_show_marks_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [
-        conversation(1),
-        {"prompt": "Say ä\x1b", "completion": " [b]ä[/b]"},
-        {"text": "Only 🙂"},
-        conversation(2),
-    ]
-    source = write_lines(tmp_path / "a.jsonl", *records)
+    pair = {"prompt": "Say ä\x1b", "completion": " [b]ä[/b]"}
+    source = write_lines(tmp_path / "a.jsonl", conversation(1), pair, {"text": "Only 🙂"}, conversation(2))
     command = ["prepare", source, "--out", str(tmp_path / "a.h5"), "--vocab-size", "280", "--show", "3"]
     outputs = []
     for _ in range(2):  # the second finds the data set

@@ -76,17 +76,13 @@ def test_only_data_sets_are_replaced(folder: Path, out: str, create: Callable[[]
     assert words in message and ": change --out" in message
 
 
-def test_a_link_to_a_data_set_remains_a_link(folder: Path) -> None:
-    (folder / "link.h5").symlink_to("a.h5")
-    make(["a.jsonl"], "link.h5", vocab_size=261)
-    assert (folder / "link.h5").is_symlink() and not (folder / "a.h5").is_symlink()
-    with Dataset("a.h5") as dataset:
-        assert dataset.vocab_size == 261
-
-
 def test_data_of_other_sources_are_replaced_on_request(folder: Path) -> None:
-    assert "made from other sources" in refused(["b.jsonl"], "a.h5")
-    make(["b.jsonl"], "a.h5", force=True)
+    """A link to a data set remains a link."""
+    (folder / "link.h5").symlink_to("a.h5")
+    for out in ("a.h5", "link.h5"):
+        assert "made from other sources" in refused(["b.jsonl"], out)
+    make(["b.jsonl"], "link.h5", force=True)
+    assert (folder / "link.h5").is_symlink() and not (folder / "a.h5").is_symlink()
     assert "up to date" in make(["b.jsonl"], "a.h5")
     assert "made from other sources" in refused(["a.jsonl"], "a.h5")
 
@@ -155,24 +151,14 @@ def test_a_source_that_vanishes(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (folder / "b.h5").exists()
 
 
-CALL = [sys.executable, "-m", "odc_mpi", "prepare", "a.jsonl", "--vocab-size", "261", "--out"]
-
-
-def check_disk_error(out: Path, reason: str, **limits: Any) -> None:
-    """Check that a call ends with one line, and leaves the earlier file and nothing else."""
-    before = content(out.parent)
-    done = subprocess.run([*CALL, str(out)], capture_output=True, text=True, timeout=120, **limits)
-    lines = [line for line in done.stderr.splitlines() if "odc-mpi: error" in line]
-    assert (done.returncode, lines) == (
-        2,
-        [f"odc-mpi: error: cannot write {str(out)!r}: {reason}: free space, or change --out"],
-    )
-    assert "Traceback" not in done.stderr
-    assert content(out.parent) == before
-
-
 @pytest.mark.parametrize("limit", [100, 200_000])
 def test_a_limit_of_the_file_size(folder: Path, limit: int) -> None:
-    check_disk_error(
-        folder / "a.h5", "File too large", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
+    """The call ends with one line, and leaves the earlier file and nothing else."""
+    before = content(folder)
+    call = [sys.executable, "-m", "odc_mpi", "prepare", "a.jsonl", "--vocab-size", "261", "--out", "a.h5"]
+    limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120, **limits)
+    lines = [line for line in done.stderr.splitlines() if "odc-mpi: error" in line]
+    assert lines == ["odc-mpi: error: cannot write 'a.h5': File too large: free space, or change --out"]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert content(folder) == before

@@ -1,10 +1,10 @@
 """Prompts of a file: their tokens, texts and columns, a digest of them, and what is refused."""
 
 import gzip
-import json
 
 import pytest
 from number_words import number_words
+from record_files import write_lines
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.prompt_dataset import PromptDataset
@@ -22,13 +22,8 @@ def tokenizer():
     return found
 
 
-def lines(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_tokens_texts_and_columns(tmp_path, tokenizer):
-    prompts = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer)
+    prompts = PromptDataset(write_lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer)
     assert (len(prompts), prompts.lengths.tolist(), prompts.max_token_id) == (2, [3, 2], 8)
     assert prompts[0] == ([1, 2, 3], "1 2 3", {"answer": "6", "level": 2, "completion": "x"})
     assert prompts[1].tokens == [7, 8] and prompts[1].columns == {"answer": "9", "level": None, "completion": None}
@@ -39,11 +34,11 @@ def test_tokens_texts_and_columns(tmp_path, tokenizer):
 
 
 def test_the_digest_is_of_the_content(tmp_path, tokenizer):
-    known = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer).digest()
+    known = PromptDataset(write_lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer).digest()
     (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress((tmp_path / "p.jsonl").read_bytes()))
     assert PromptDataset(tmp_path / "p.jsonl.gz", tokenizer).digest() == known
     for changed in ([CHAT, TEXT], [TEXT], [TEXT | {"answer": "7"}, CHAT], [TEXT | {"prompt": "1 2 4"}, CHAT]):
-        assert PromptDataset(lines(tmp_path / "p.jsonl", *changed), tokenizer).digest() != known
+        assert PromptDataset(write_lines(tmp_path / "p.jsonl", *changed), tokenizer).digest() != known
 
 
 @pytest.mark.parametrize(
@@ -58,7 +53,7 @@ def test_the_digest_is_of_the_content(tmp_path, tokenizer):
 )
 def test_errors_in_a_line(tmp_path, tokenizer, record, words):
     with pytest.raises(UserError, match=words):
-        PromptDataset(lines(tmp_path / "p.jsonl", record), tokenizer)
+        PromptDataset(write_lines(tmp_path / "p.jsonl", record), tokenizer)
 
 
 def test_files_without_prompts(tmp_path, tokenizer):
@@ -66,9 +61,8 @@ def test_files_without_prompts(tmp_path, tokenizer):
         pass
     for path, words in (
         (tmp_path / "none.jsonl", "none.jsonl, which is not a file"),
-        (tmp_path, "which is not a file"),
         (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
-        (lines(tmp_path / "empty.jsonl"), "which contains no prompt"),
+        (write_lines(tmp_path / "empty.jsonl"), "which contains no prompt"),
         (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, such as JSON lines .*which is HDF5"),
     ):
         with pytest.raises(UserError, match=words) as raised:

@@ -11,43 +11,35 @@ from odc_mpi.data.readers.stdlib import StdlibFunction, functions
 BODY = "return argument_one + 1"
 
 
-def write(root: Path, name: str, text: str) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+METHOD = '''class C:
+    @staticmethod
+    async def f(
+        x,
+    ):
+        """Say what.
+
+        More.
+        """
+        # a comment
+        text = "\\
+flush left"
+        return x + text
+
+    y = 1
+'''
 
 
 def test_cuts_behind_the_docstring_and_dedents(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "a.py",
-        "class C:\n"
-        "    @staticmethod\n"
-        "    async def f(\n"
-        "        x,\n"
-        "    ):\n"
-        '        """Say what.\n'
-        "\n"
-        "        More.\n"
-        '        """\n'
-        "        # a comment\n"
-        "        text = '''\n"
-        "flush left'''\n"
-        "        return x + text\n"
-        "\n"
-        "    y = 1\n",
-    )
+    (tmp_path / "a.py").write_text(METHOD)
+    # A form feed does not end a line.
+    (tmp_path / "b.py").write_text(f'x = 1\n\f\ndef f():\n    "Doc."\n    {BODY}\n')
     assert list(functions(tmp_path)) == [
         StdlibFunction(
             prompt='@staticmethod\nasync def f(\n    x,\n):\n    """Say what.\n\n    More.\n    """\n',
-            completion="    # a comment\n    text = '''\nflush left'''\n    return x + text",
-        )
+            completion='    # a comment\n    text = "\\\nflush left"\n    return x + text',
+        ),
+        StdlibFunction('def f():\n    "Doc."\n', f"    {BODY}"),
     ]
-
-
-def test_form_feeds_end_no_line(tmp_path: Path) -> None:
-    write(tmp_path, "a.py", f'x = 1\n\f\ndef f():\n    "Doc."\n    {BODY}\n')
-    assert list(functions(tmp_path)) == [StdlibFunction('def f():\n    "Doc."\n', f"    {BODY}")]
 
 
 @pytest.mark.parametrize(
@@ -64,39 +56,27 @@ def test_form_feeds_end_no_line(tmp_path: Path) -> None:
     ],
 )
 def test_leaves_out(tmp_path: Path, text: str) -> None:
-    write(tmp_path, "a.py", text)
-    write(tmp_path, "b.py", f'def good():\n    "Doc."\n    {BODY}\n')
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "b.py").write_text(f'def good():\n    "Doc."\n    {BODY}\n')
     assert [sample.prompt for sample in functions(tmp_path)] == ['def good():\n    "Doc."\n']
 
 
 def test_skips_folders_and_repetitions(tmp_path: Path) -> None:
     root = tmp_path / "test"  # a name above the root does not count
-    for folder in (
-        "site-packages/x",
-        "dist-packages",
-        "p/test",
-        "p/tests",
-        "idlelib/idle_test",
-        "__pycache__",
-        "p",
-        "q",
-    ):
-        write(root, f"{folder}/a.py", f'def f{len(folder)}():\n    "Doc."\n    {BODY}\n')
+    excluded = ("site-packages/x", "dist-packages", "p/test", "p/tests", "idlelib/idle_test", "__pycache__")
+    for folder in (*excluded, "p", "q"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / "a.py").write_text(f'def f{len(folder)}():\n    "Doc."\n    {BODY}\n')
     assert [sample.prompt for sample in functions(root)] == ['def f1():\n    "Doc."\n']
 
 
 def test_the_running_standard_library(stdlib_samples: list[StdlibFunction]) -> None:
-    samples = stdlib_samples
-    assert 5_000 < len(samples) < 10_000
-    assert len(set(samples)) == len(samples)
-    lengths = sorted(len(sample.prompt) + len(sample.completion) for sample in samples)
-    assert lengths[-1] <= stdlib.MAX_CHARS
-    assert lengths[-1] > 10 * lengths[len(lengths) // 2], "expected a heavy tail"
-    for sample in samples[::10]:
-        function = ast.parse(sample.prompt + sample.completion).body[0]
+    assert 5_000 < len(stdlib_samples) < 10_000
+    for sample in stdlib_samples[::10]:
+        [function] = ast.parse(sample.prompt + sample.completion).body
         assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         assert ast.get_docstring(function) is not None and len(function.body) > 1
-        alone = ast.parse(sample.prompt).body[0]
+        [alone] = ast.parse(sample.prompt).body
         assert isinstance(alone, ast.FunctionDef | ast.AsyncFunctionDef) and len(alone.body) == 1
 
 
@@ -105,9 +85,8 @@ def test_the_task_of_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     The wrong answer of a pair is that of another function.
     """
-    kept = StdlibFunction(
-        '@cache\ndef f(x):\n    """Return twice the value.\n\n    More.\n    """\n', "    return 2 * x"
-    )
+    text = '@cache\ndef f(x):\n    """Return twice the value.\n\n    More.\n    """\n'
+    kept = StdlibFunction(text, "    return 2 * x")
     short = StdlibFunction('def g(x):\n    """Short."""\n', "    return 3 * x")
     other = StdlibFunction('def h(x):\n    """Return thrice the value."""\n', "    return 3 * x")
     monkeypatch.setattr(docstrings, "functions", lambda: iter([kept, short, kept, other]))

@@ -140,9 +140,6 @@ class Train:
         self.model.publish()
         return len(self.transport.names("fetch")), len(self.transport.names("push"))
 
-    def layout_bytes(self, name: str) -> int:
-        return sum(layout.numel for layout in self.transport.layouts if layout.name == name) * ITEM_BYTES
-
     @property
     def shard_bytes(self) -> int:
         return sum(layout.shard_numel for layout in self.transport.layouts) * ITEM_BYTES

@@ -22,20 +22,15 @@ TIMEOUT_S = 30.0
 
 
 class RecordingTransport(LocalTransport):
-    """Writes down every operation, in order: its name, and that of the flat array, if it is not collective."""
+    """Writes down every fetch and push with the name of the flat array, in order."""
 
-    log: list[tuple[str, str]]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.log: list[tuple[str, str]] = []
 
     def names(self, *operations: str) -> list[str]:
         """The arrays of these operations, in order."""
         return [name for operation, name in self.log if operation in operations]
-
-    def collectives(self) -> list[str]:
-        return [operation for operation, _ in self.log if operation not in ("fetch", "push")]
-
-    def reserve(self, plan: Callable[[], int]) -> None:
-        self.log = [("allocate", "")]
-        super().reserve(plan)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self.log.append(("fetch", self.layouts[index].name))
@@ -44,22 +39,6 @@ class RecordingTransport(LocalTransport):
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         self.log.append(("push", self.layouts[index].name))
         return super().accumulate(index, gradient, start)
-
-    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        self.log.append(("A", ""))
-        return super().gradients_complete(report)
-
-    def norm(self, values: np.ndarray) -> np.ndarray:
-        self.log.append(("N", ""))
-        return super().norm(values)
-
-    def parameters_published(self) -> None:
-        self.log.append(("B", ""))
-        super().parameters_published()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.log.append(("broadcast", ""))
-        super().broadcast(tensor)
 
 
 class InPlaceTransport(RecordingTransport):
@@ -80,8 +59,20 @@ class KeepingTransport(InPlaceTransport):
     access = Access.KEEP
 
 
+class PoisoningPool(BufferPool):
+    """Fills buffers with NaN when they are lent and when they come back."""
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return super().acquire(numel, dtype).fill_(float("nan"))
+
+    def release(self, buffer: torch.Tensor) -> None:
+        with torch.inference_mode():  # it may have been taken there
+            buffer.fill_(float("nan"))
+        super().release(buffer)
+
+
 class LatePool(BufferPool):
-    """Lends buffers full of NaN, and takes none back that an operation still writes."""
+    """Lends buffers full of NaN; takes none back that an operation still writes. Autograd may read released ones."""
 
     def __init__(self) -> None:
         super().__init__()

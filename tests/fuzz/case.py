@@ -46,7 +46,7 @@ def prepare(*sources, out="out.h5", options=()):
 
 
 def export(run_dir="run", out="new"):
-    return ("checkpoint", "export", run_dir, "--out", out)
+    return ("export", run_dir, "--out", out)
 
 
 def train(*settings, config="config.yaml", run_dir="new"):

@@ -28,12 +28,11 @@ def snapshot(directory):
 
 def result(case, directory, finished):
     """Return what a command computed: losses, exported files, or what it printed."""
-    command = " ".join(case.argv[:2])
     if case.argv[0] == "train":
         run_dir = directory / case.argv[case.argv.index("--run.dir") + 1]
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         return [[line.get(key) for key in ("step", "loss", "eval_loss")] for line in lines]
-    if command == "checkpoint export":
+    if case.argv[0] == "export":
         return snapshot(directory / "new")
     return finished.out
 

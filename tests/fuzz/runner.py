@@ -22,7 +22,7 @@ from mpi_launch import MPIEXEC, environment
 STDOUT, STDERR = ".stdout", ".stderr"
 MODULES = (
     *("odc_mpi.data.prepare", "odc_mpi.training.run", "odc_mpi.generation.run", "odc_mpi.generation.generate"),
-    *("odc_mpi.checkpoint.commands", "odc_mpi.checkpoint.export", "odc_mpi.report.report", "odc_mpi.report.run_report"),
+    *("odc_mpi.checkpoint.commands", "odc_mpi.models.export", "odc_mpi.report.report", "odc_mpi.report.run_report"),
     *("odc_mpi.observe.rank_log", "transformers.models.qwen2.modeling_qwen2", "isal.igzip"),
     *("transformers.generation.utils", "transformers.processing_utils"),
 )

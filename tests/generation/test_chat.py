@@ -6,17 +6,17 @@ import json
 import pytest
 import transformers
 from number_words import number_words
+from tiny_qwen2 import QWEN2
 
 from odc_mpi.cli import main as cli
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
+SIZES = QWEN2 | {"vocab_size": 61, "max_position_embeddings": 24}
 
 
 @pytest.fixture
 def directory(tmp_path):
-    config = transformers.AutoConfig.for_model("qwen2", **SIZES, **HEADS, initializer_range=0.5)
+    config = transformers.AutoConfig.for_model(**SIZES, initializer_range=0.5)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer = number_words(end=60)
     tokenizer.chat_template = TEMPLATE

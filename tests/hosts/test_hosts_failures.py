@@ -1,9 +1,14 @@
 """A rank of the second host fails, dies or is late: the job ends on both hosts, soon, and leaves nothing behind."""
 
+import os
 import re
+from pathlib import Path
 
+import pytest
+from faults import endure
 from mpi_launch import script
-from two_hosts import launch
+from processes import descendants
+from two_hosts import LEFT_BEHIND, launch
 
 # Two ranks per host: then there is shared memory on each that a dead job could leave behind.
 TRAINS = """
@@ -29,6 +34,15 @@ if world.rank == world.size - 1:
 world.gather_objects(None)
 """
 
+LEAVES = """
+import subprocess
+from pathlib import Path
+from mpi4py import MPI
+Path("/dev/shm/odc_mpi-forgotten").touch()
+if MPI.COMM_WORLD.rank == 1:
+    subprocess.Popen(["setsid", "sleep", "543"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
 LATE = """
 import time, torch
 import odc_mpi
@@ -42,6 +56,11 @@ with model.minibatch():
     loss.backward()
 model.publish()
 """
+
+
+#: By default few, and always the same; ODC_MPI_FAULTS says how many, ODC_MPI_SEED which.
+NUM_FAULTS = int(os.environ.get("ODC_MPI_FAULTS", "3"))
+SEED = int(os.environ.get("ODC_MPI_SEED", "4"))
 
 
 def test_a_killed_rank_ends_the_job_on_both_hosts(tmp_path):
@@ -71,3 +90,21 @@ def test_a_late_host_is_named_with_what_it_was_doing(tmp_path):
     doing = r"which was last seen \d+\.\d s ago, in microbatch 1, forward of unit \(root\)"
     assert re.search(rf"late is rank 1 on node1, {doing}", errors.group()), done.err
     assert "left behind" not in done.err
+
+
+def test_leftovers_of_a_job_are_noticed(tmp_path):
+    done = launch(1, script(tmp_path, LEAVES))
+    assert done.code == LEFT_BEHIND
+    assert "left behind: process sleep 543" in done.err
+    assert "left behind: file /dev/shm/odc_mpi-forgotten" in done.err
+    assert ["sleep", "543", ""] not in descendants(1).values()
+    assert not Path("/dev/shm/odc_mpi-forgotten").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240 + 60 * NUM_FAULTS)
+def test_whatever_goes_wrong_a_run_goes_on_or_names_the_rank_and_is_resumed(tmp_path):
+    """Faults at random moments, in a run that saves: the short form of `make soak`'s."""
+    print(f"ODC_MPI_SEED={SEED}")
+    ours, without_faults = endure(tmp_path, NUM_FAULTS, SEED)
+    assert ours == pytest.approx(without_faults, rel=1e-5)

@@ -8,17 +8,14 @@ from two_hosts import launch
 
 # The last rank computes for 3 s without calling MPI; those of the other host come and go meanwhile.
 COMPUTES = r"""
-import functools, sys, time
+import sys, time
 import numpy as np, torch
 from odc_mpi import World
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)
-reduction = {"accumulate": AccumulateGradientStore, "mailbox": MailboxGradientStore}[sys.argv[1]]
-transport = window_transport(world, reduction=reduction, progress=True)
+transport = window_transport(world, reduction=sys.argv[1], progress=True)
 numel = 50_000 * world.size
 transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (numel,), True)], world.size)])
 transport.parameters.shard(0).fill_(world.rank + 1)

@@ -44,21 +44,29 @@ NETWORK = {
 }
 
 
-def missing():
-    """Return the reason why there can be no two hosts here; None if there can."""
+def missing(what="two hosts", programs=("ip", "unshare", "setpriv", "mount"), packages="iproute2, util-linux, mount"):
+    """Return the reason why there can be no two hosts, or what else takes namespaces, here; None if there can."""
     if os.geteuid() != 0:
-        return "two hosts need root"
-    for tool in ("ip", "unshare", "setpriv", "mount"):
-        if shutil.which(tool) is None:
-            return f"two hosts need the program {tool} (Debian: iproute2, util-linux, mount)"
+        return f"{what}: root is needed"
+    for program in programs:
+        if shutil.which(program) is None:
+            return f"{what}: the program {program} is needed (Debian: {packages})"
     if MPIEXEC is None:
         return "no mpiexec beside python or on the PATH"
     tried = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", "--net", "--uts", "true"], capture_output=True, text=True
     )
     if tried.returncode:
-        return f"two hosts need the right to make namespaces: {tried.stderr.strip()}"
+        return f"{what}: the right to make namespaces is needed: {tried.stderr.strip()}"
     return None
+
+
+def require(reason, variable):
+    """Skip the tests if there is a reason to; fail if an environment variable is 1."""
+    import pytest  # not needed by hand
+
+    if reason is not None:
+        (pytest.fail if os.environ.get(variable) == "1" else pytest.skip)(reason)
 
 
 def start(ranks_per_host, *command, cwd=None, stream=subprocess.PIPE, **env):
@@ -95,12 +103,16 @@ def finish(process, timeout_s):
         end(process)
 
 
+def first_of(process):
+    """Return the process ids, at most one, of the first process in the PID namespace of a started job."""
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
 def end(process):
     """Kill a job, if it still runs, and wait until none of its processes is left."""
     if process.poll() is None:
         # Not the outermost: the first of a PID namespace is gone, to its parent, only when all others are.
-        first = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(first[0]) if first else process.pid, signal.SIGKILL)
+        os.kill(int((first_of(process) or [process.pid])[0]), signal.SIGKILL)
         process.wait(timeout=20)
 
 

@@ -4,21 +4,26 @@ import pytest
 import torch
 
 from odc_mpi.islands.encoding import make_encoding
-from odc_mpi.islands.fragments import ParameterSlice, Schedule, make_fragments
+from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.outer_optimizer import OuterOptimizer, normalized
 
-FLOAT32 = make_encoding("float32")
+
+def optimizer_of(parameter, wire="float32", **options):
+    """The outer optimizer of one parameter in one fragment."""
+    numel = parameter.numel()
+    options = {"learning_rate": 1.0, "momentum": 0.0} | options
+    return OuterOptimizer([parameter], make_fragments([(numel, 0, numel)], 1), make_encoding(wire), **options)
 
 
-def train_scalars(steps, *, delay, local_share, wire=FLOAT32):
+def train_scalars(steps, *, delay, local_share):
     """Two parameters, each a fragment: both begin at 1, and each step of two equal islands subtracts 2.
 
     Returns both after each step. The numbers are those of torchft's regression tests.
     """
     layers = [torch.nn.Parameter(torch.ones(32)) for _ in range(2)]
-    fragments = make_fragments([ParameterSlice(name, 32, 0, 32) for name in "ab"], 2)
+    fragments = make_fragments([(32, 0, 32)] * 2, 2)
     options = {"learning_rate": 2.0, "momentum": 0.0, "local_share": local_share}
-    optimizer, schedule = OuterOptimizer(layers, fragments, wire, **options), Schedule(6, 2, delay)
+    optimizer, schedule = OuterOptimizer(layers, fragments, make_encoding("float32"), **options), Schedule(6, 2, delay)
     sent, values = {}, []
     for step in range(1, steps + 1):
         for layer in layers:
@@ -46,9 +51,7 @@ def test_outer_steps_are_those_of_torchft(delay, local_share, third, sixth):
 def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum(momentum):
     torch.manual_seed(0)
     local = torch.nn.Parameter(torch.randn(64))
-    ours = OuterOptimizer(
-        [local], make_fragments([ParameterSlice("a", 64, 0, 64)], 1), FLOAT32, learning_rate=0.7, momentum=momentum
-    )
+    ours = optimizer_of(local, learning_rate=0.7, momentum=momentum)
     outer = torch.nn.Parameter(local.detach().clone())
     theirs = torch.optim.SGD([outer], lr=0.7, momentum=momentum, nesterov=momentum > 0)
     for _ in range(5):
@@ -64,31 +67,27 @@ def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum(momentum):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_each_element_is_in_one_fragment_whatever_the_number_of_ranks(num_fragments, num_ranks):
     """The fragments of an element, and the blocks of 32 that are encoded together, do not depend on the ranks."""
-    sizes = {"a": 100, "b": 5, "c": 320, "d": 64}
+    sizes = [100, 5, 320, 64]
     blocks = {}
     for ranks in (1, num_ranks):
         found = {}
         for rank in range(ranks):
-            slices = [cut(name, size, rank, ranks) for name, size in sizes.items()]
-            numbers = [torch.arange(s.start, s.stop, dtype=torch.float32) for s in slices]
+            slices = [cut(size, rank, ranks) for size in sizes]
+            values = [1000 * i + torch.arange(s[1], s[2], dtype=torch.float32) + 1 for i, s in enumerate(slices)]
             for number, fragment in enumerate(make_fragments(slices, num_fragments)):
-                flat = fragment.read([n + 1 for n in numbers])
-                for part in fragment.parts:
-                    s = slices[part.index]
-                    for i in range(part.start, part.stop):
-                        offset = part.offset + i - part.start
-                        assert flat[offset] == s.start + i + 1
-                        found[s.name, s.start + i] = (number, offset % 32)
-        assert found.keys() == {(name, i) for name, size in sizes.items() for i in range(size)}
+                for offset, value in enumerate(fragment.read(values).tolist()):
+                    if value:
+                        found[value - 1] = (number, offset % 32)
+        assert found.keys() == {1000 * i + j for i, size in enumerate(sizes) for j in range(size)}
         blocks[ranks] = found
     assert blocks[1] == blocks[num_ranks]
     counts = [sum(number == each for number, _ in blocks[1].values()) for each in range(num_fragments)]
     assert max(counts) - min(counts) <= 96
 
 
-def cut(name, size, rank, ranks):
+def cut(size, rank, ranks):
     share = -(-size // (32 * ranks)) * 32
-    return ParameterSlice(name, size, min(size, rank * share), min(size, (rank + 1) * share))
+    return size, min(size, rank * share), min(size, (rank + 1) * share)
 
 
 def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
@@ -97,10 +96,7 @@ def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
     sums = {}
     for feedback in (False, True):
         local = torch.nn.Parameter(torch.zeros(32))
-        encoding = make_encoding("e3m0")
-        fragments = make_fragments([ParameterSlice("a", 32, 0, 32)], 1)
-        options = {"learning_rate": 1.0, "momentum": 0.0, "error_feedback": feedback}
-        optimizer, arrived = OuterOptimizer([local], fragments, encoding, **options), torch.zeros(32)
+        optimizer, arrived = optimizer_of(local, "e3m0", error_feedback=feedback), torch.zeros(32)
         change = torch.linspace(0.1, 1.0, 32)
         for _ in range(20):
             local.data.copy_(-change)
@@ -111,10 +107,7 @@ def test_error_feedback_sends_what_an_encoding_lost_with_the_next_difference():
 
 def test_a_difference_that_is_not_finite_does_not_stay_in_the_residual():
     local = torch.nn.Parameter(torch.zeros(32))
-    fragments = make_fragments([ParameterSlice("a", 32, 0, 32)], 1)
-    optimizer = OuterOptimizer(
-        [local], fragments, make_encoding("int8"), learning_rate=1.0, momentum=0.0, error_feedback=True
-    )
+    optimizer = optimizer_of(local, "int8", error_feedback=True)
     local.data[3] = float("nan")
     message = optimizer.encode(0)
     assert optimizer.combine(0, message[None], [1.0])[1][0] != optimizer.combine(0, message[None], [1.0])[1][0]

@@ -138,11 +138,14 @@ def test_sinks_take_part_in_the_softmax(window, eager):
     ],
 )
 def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
+    given = {
+        "attention_mask": None,
+        "cu_seq_lens_q": torch.tensor([0, 4]),
+        "chunk": SimpleNamespace(num_tokens=9),
+        **given,
+    }
     with pytest.raises(ContextParallelUnsupportedError, match=words):
-        chunk = SimpleNamespace(num_tokens=9)
-        mask = given.get("attention_mask")
-        given = {name: value for name, value in given.items() if name != "attention_mask"}
-        packed_attention(None, *draw(4), mask, cu_seq_lens_q=torch.tensor([0, 4]), chunk=chunk, **given)
+        packed_attention(None, *draw(4), **given)
 
 
 class StandIn:

@@ -1,9 +1,10 @@
-"""Attention of chunks, which wait for each other in threads, against torch's on the unsplit sequence."""
+"""Attention of chunks, which wait for each other in threads, against torch's on the unsplit sequence; which models."""
 
 import threading
 from concurrent.futures import Future
 
 import pytest
+import tiny_qwen2
 import torch
 import torch.nn.functional as F
 from packed_models import LargestTensor
@@ -11,10 +12,13 @@ from ranks import run_threads
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import context_parallel_attention
-from odc_mpi.models.context_parallel_attention import _Kernel
+from odc_mpi.models.attention import ContextParallelUnsupportedError
+from odc_mpi.models.build import from_config
+from odc_mpi.models.context_parallel_attention import _Kernel, attention_shape
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 WAIT_S = 20
+SIZES = tiny_qwen2.SIZES | {"num_hidden_layers": 3}
 CUTS = [(0, 13), (0, 7, 13), (0, 1, 13), (0, 12, 13), (0, 5, 9, 13), (0, 6, 8, 10, 13)]
 
 
@@ -182,3 +186,35 @@ def test_the_kernel_for_a_gpu(monkeypatch, dtype, size, capability, kernel):
         return
     with pytest.raises(UserError, match=r"bfloat16 needs a GPU of compute capability 8\.0 or more, got 7\.5: set"):
         context_parallel_attention._choose_kernel(query)
+
+
+def compute_shape(settings, num_tokens=100):
+    return attention_shape(from_config(settings, 0).module, num_tokens)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "olmo2"])
+def test_models_with_context_parallelism(kind):
+    head_dim = 128 if kind == "qwen3" else 8  # its default, whatever the hidden size
+    assert compute_shape({"model_type": kind, **SIZES}) == (3, 2 * 2 * head_dim)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("mistral", {"sliding_window": 99}, "a window of 99 tokens"),
+        ("llama", {"attention_dropout": 0.1}, "dropout of attention weights"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rotary frequencies depend on the length: dynamic",
+        ),
+        ("mixtral", {"output_router_logits": True}, "balance of experts"),
+    ],
+)
+def test_models_without_context_parallelism(kind, settings, words):
+    with pytest.raises(ContextParallelUnsupportedError, match=words):
+        compute_shape({"model_type": kind, **SIZES, **settings})
+
+
+def test_a_window_that_holds_the_longest_sequence_is_none():
+    assert compute_shape({"model_type": "mistral", **SIZES, "sliding_window": 100})[0] == 3

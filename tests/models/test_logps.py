@@ -7,10 +7,9 @@ from packed_models import packed_model, plain_model
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_mpi.models import token_logps
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.models.logps import token_logps
-from odc_mpi.models.logps.logit_transform import LogitTransform
-from odc_mpi.models.logps.token_logps import ChunkedLogps, TokenLogps
+from odc_mpi.models.token_logps import ChunkedLogps, LogitTransform, TokenLogps
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 

@@ -12,8 +12,7 @@ from tiny_configurations import COMPOSITES, tiny_config
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.weights.composite import composite_of
-from odc_mpi.models.weights.conversion import published_tensors
-from odc_mpi.models.weights.placed_tensor import PlacedTensor
+from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.partition import replicated_persistent_tensors
 

@@ -9,7 +9,7 @@ from tiny_configurations import tiny_config
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.pairs.microbatch import as_padded_rows, read_pairs
 from odc_mpi.models import attention
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 
 #: Prompt, chosen and rejected answer; longer and shorter than windows and chunks, which have 8 tokens.
 COUNTS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]
@@ -18,6 +18,8 @@ COUNTS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]
 def build(kind, implementation):
     torch.manual_seed(0)
     config = tiny_config(kind)
+    if kind == "gemma2":
+        config.attn_logit_softcapping = 0.05  # low, so that it counts
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for parameter in model.parameters():
@@ -50,14 +52,11 @@ def compare(found, expected, models):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2", "gemma2", "llama4_text", "gpt_oss", "gpt2", "mistral", "mixtral", "stablelm"]
-)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "llama4_text", "gpt_oss", "gpt2", "mistral", "phimoe", "stablelm"])
 def test_attention_reads_the_prompt_of_the_sequence_before(tmp_path, kind):
     attention.register()
     write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=512)
-    implementation = attention.IMPLEMENTATIONS["eager" if kind == "gemma2" else "sdpa"]
-    models = build(kind, implementation), build(kind, "eager")
+    models = build(kind, attention.IMPLEMENTATIONS["sdpa"]), build(kind, "eager")
     with Dataset(tmp_path / "pairs.h5") as dataset:
         indices = [1, 0, 3, 2]
         microbatch = read_pairs(dataset, torch.tensor(indices).numpy())

@@ -6,7 +6,7 @@ import transformers
 
 from odc_mpi.models import build
 from odc_mpi.models.heads import CAUSAL_LM, REWARD, task_of
-from odc_mpi.shard.optim import schedule_factor
+from odc_mpi.training.update import schedule_factor
 
 
 def initial_model(config):

@@ -18,17 +18,6 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def assert_nan_is_known_to_all(model, world, run):
-    """A gradient of one rank is not finite: all ranks learn it, and `run`, another minibatch, begins from zero."""
-    with model.minibatch() as totals:
-        scale = float("nan") if world.rank == world.size - 1 else 1.0
-        (model(torch.randn(2, 16)).mean() * scale).backward()
-    assert not totals.finite
-    model.publish()
-    assert run().finite, "the gradients were not cleared"
-    model.publish()
-
-
 def while_the_last_rank_computes(world, base, work):
     """Run `work` on the other ranks; the last one computes without calling MPI until all of them have returned."""
     computes = base.with_name(f"{base.name}.computes")
@@ -74,8 +63,29 @@ def assert_pushed(world, transport, sizes, numbers):
         for number in numbers:
             for index, start, values in random_pushes(sizes, rank, number):
                 wanted[index][start : start + len(values)] += values
+    assert_sums(transport, wanted)
+
+
+def assert_sums(transport, wanted):
+    """Check this rank's shards of complete gradients against full arrays, and that their padding is zero."""
     for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(world.rank)
+        start, stop = layout.owned(transport.group.rank)
         own = transport.gradients.shard(index)
-        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
+        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop].double())
         assert not own[stop - start :].any(), "padding was written to"
+
+
+def write_parameters(transport, values):
+    """Write this rank's part of full arrays to its shards, and publish them."""
+    for index, layout in enumerate(transport.parameters.layouts):
+        start, stop = layout.owned(transport.group.rank)
+        transport.parameters.shard(index)[: stop - start] = values[index][start:stop]
+    transport.publish_parameters()
+
+
+def assert_fetched(transport, values, indices=None):
+    """Fetch arrays, by default all of them, and compare them with full arrays."""
+    for index in range(len(values)) if indices is None else indices:
+        fetched = transport.parameters.fetch(index).wait()
+        assert torch.equal(fetched, values[index])
+        transport.parameters.release(fetched)

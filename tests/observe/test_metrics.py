@@ -11,9 +11,9 @@ from step_metrics import STEP
 from odc_mpi.errors import UserError
 from odc_mpi.observe.metrics import METRICS, MetricsWriter, Summary, SummaryField, read_metrics, write_summary
 from odc_mpi.observe.timing import StepTimeMetrics
+from odc_mpi.training.loop import Update
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.source import DatasetSource
-from odc_mpi.training.update import Update
 
 #: Who reports metrics in a run of `odc-mpi train`.
 REPORTING = (SFTObjective, Update, DatasetSource, StepTimeMetrics)

@@ -19,15 +19,6 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "cache" / "odc_mpi"
 
 
-def test_a_report_is_found_again(home):
-    assert cache.load(KEY) is None
-    cache.store(KEY, REPORT)
-    assert cache.load(KEY) == REPORT
-    cache.store(KEY, ProbeReport(library="another"))
-    assert cache.load(KEY) == ProbeReport(library="another")
-    assert len(list(home.iterdir())) == 1, "nothing but the report"
-
-
 def test_it_is_private(home):
     previous = os.umask(0)
     try:

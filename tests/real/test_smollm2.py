@@ -171,7 +171,7 @@ def test_resume_export_and_generation(world, folder):
         expected, trained = reference(folder, "lora")
         assert losses == pytest.approx(expected, rel=2e-5)
         for out, more in (("adapters", []), ("merged", ["--merge"])):
-            assert main(["checkpoint", "export", str(run), "--out", str(folder / out), *more]) == 0
+            assert main(["export", str(run), "--out", str(folder / out), *more]) == 0
         base = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
         prompt = torch.from_numpy(Dataset(folder / "chats.h5")[0][0])[None]
         with torch.no_grad():

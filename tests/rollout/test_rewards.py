@@ -121,19 +121,8 @@ def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed,
     assert found.advantages(scaled=True)[np.isnan(found.rewards)].tolist() == [0] * num_failed
 
 
-def group_formula(total, scaled):
-    """TRL's, in torch."""
-    rewards = torch.tensor(total, dtype=torch.float64)
-    there = rewards[~rewards.isnan()]
-    advantages = rewards - there.mean()
-    return (advantages / (there.std() + 1e-4) if scaled else advantages).nan_to_num(0.0)
-
-
 @pytest.mark.parametrize("scaled", [True, False])
-def test_advantages_are_those_of_the_formula(scaled):
-    for total in ([1.0, 0.0, 0.0, 2.5], [1.0, math.nan, 0.0, 3.0]):
-        found = GroupRewards(np.array([total]), np.array([1.0]), 0).advantages(scaled=scaled)
-        torch.testing.assert_close(torch.from_numpy(found), group_formula(total, scaled), rtol=1e-12, atol=1e-12)
+def test_equal_rewards_have_no_advantages(scaled):
     for equal in ([0.1] * 7, [math.nan, 3.0], [math.nan] * 3):
         assert not GroupRewards(np.array([equal]), np.array([1.0]), 0).advantages(scaled=scaled).any()
 

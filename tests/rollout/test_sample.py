@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from packed_models import packed_model, plain_model
+from packed_models import packed_model, plain_completion, plain_model
 
+from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncation, sample
 
@@ -69,16 +70,8 @@ def test_greedy_is_transformers_own():
     greedy = RolloutSamplingParams(num_generations=1, max_completion_length=9, temperature=0.0)
     found = completed(packed, PROMPTS, greedy)
     for prompt in PROMPTS:
-        tokens = torch.tensor([prompt.tokens])
-        wanted = plain.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=9,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=sorted(STOP),
-        )
-        assert found[prompt.number].tokens == [wanted[0, len(prompt.tokens) :].tolist()]
+        wanted = plain_completion(plain, prompt.tokens, 0, SamplingParams(max_new_tokens=9), stop=sorted(STOP))
+        assert found[prompt.number].tokens == [wanted]
 
 
 def test_tokens_are_drawn_by_their_probabilities():

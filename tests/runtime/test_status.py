@@ -35,26 +35,6 @@ def read(memory: bytearray) -> Status:
     return status
 
 
-def test_written_files_are_read(page: StatusPage, memory: bytearray) -> None:
-    before = time.time()
-    page.write("forward of unit layers.3", 2)
-    status = read(memory)
-    assert (status.what, status.microbatch, status.num_collectives) == ("forward of unit layers.3", 2, 0)
-    assert before <= status.published_at <= time.time()
-    assert not status.finalizing and not status.aborting
-    page.write("short")
-    assert (read(memory).what, read(memory).microbatch) == ("short", 0)
-
-
-def test_collectives_are_counted(page: StatusPage, memory: bytearray) -> None:
-    page.write("forward of unit x", 3)
-    assert [page.enter_collective(f"{which} collective") for which in ("first", "second")] == [1, 2]
-    assert read(memory).num_collectives == 2
-    assert (read(memory).what, read(memory).microbatch) == ("second collective", 0)
-    page.write("after")
-    assert read(memory).num_collectives == 2
-
-
 def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytearray) -> None:
     page.write("forward of unit x", 3)
     output = read(memory)
@@ -122,13 +102,6 @@ def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> 
     # No two threads in one slot: a reader in the same process, under the same lock of Python, finds valid pages.
     assert all(status and status.what == f"{status.microbatch} " * 20 for status in seen)
     assert page._number == read(memory).heartbeat_number
-
-
-def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> None:
-    page.write("before")
-    page.detach()
-    page.write("after")
-    assert read(memory).what == "before"
 
 
 class Pages:

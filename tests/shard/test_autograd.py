@@ -24,7 +24,8 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 def one_unit(transport: RecordingTransport) -> tuple[Unit, UnshardedUnits]:
     layout = FlatLayout.build("u0", [ParameterSpec("a", (3,), True)], transport.group.size)
     transport.allocate([layout])
-    return Unit("u0", [layout], [0]), UnshardedUnits(transport, 0, SpanRecorder(), TrafficCounter(transport))
+    unit = Unit("u0", [layout], [0])
+    return unit, UnshardedUnits([unit], transport, 0, SpanRecorder(), TrafficCounter(transport))
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def test_hooks_outside_of_a_model_get_all_activations(transport: Any, kind: Any,
     def pointers() -> set[int]:
         unsharded = (unit for unit in model.units if unit.state is UnitState.UNSHARDED)
         windows = {transport.parameters.shard(i).untyped_storage().data_ptr() for i in range(len(model.layouts))}
-        return windows.union(*(unit.storage_pointers() for unit in unsharded))
+        return windows | {array.untyped_storage().data_ptr() for unit in unsharded for array in unit.arrays}
 
     with model.minibatch():
         for _ in range(2):  # in the second one, all units may be unsharded already

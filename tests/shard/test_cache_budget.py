@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, sgd, squares, vectors
-from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
+from ranks import LateTransport, PoisoningPool, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack
 
-from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensorHooks
@@ -75,33 +74,9 @@ def test_free_memory_is_shared_out() -> None:
     assert auto_cache_bytes(0, 4, needs, 7, 8) == CacheBytes(7, 8)
 
 
-class Poisoning(LateTransport):
-    """Fills released buffers of parameters and gradients with NaN."""
-
-    def reserve(self, plan: Any) -> None:
-        super().reserve(plan)
-        self.parameters.buffers = PoisoningPool()
-
-
-class PoisoningPool(LatePool):
-    def release(self, buffer: torch.Tensor) -> None:
-        with torch.inference_mode():  # it may have been taken there
-            buffer.fill_(float("nan"))
-        super().release(buffer)
-
-
-class PoisoningGradients(BufferPool):
-    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return super().acquire(numel, dtype).fill_(float("nan"))
-
-    def release(self, buffer: torch.Tensor) -> None:
-        buffer.fill_(float("nan"))
-        super().release(buffer)
-
-
 @pytest.fixture(autouse=True)
 def poisoned_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc_mpi.shard.gradients.BufferPool", PoisoningGradients)
+    monkeypatch.setattr("odc_mpi.shard.gradients.BufferPool", PoisoningPool)
 
 
 #: Budgets of a rank: none, half of the layers, all, and ranks that differ.
@@ -137,17 +112,21 @@ def test_equal_to_plain_torch(
     plain: nn.Module, minibatches: list[list[Batch]], options: dict[str, Any], budgets: str
 ) -> None:
     """Over a transport in which a released unit is NaN, and so is a pushed sum."""
-    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": Poisoning, **options}
+    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": LateTransport, **options}
     check_parity(copy.deepcopy(plain), minibatches, 3, **options)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("staying", [0, 1, 5, 10, 12])
-def test_fetches_and_pushes_of_a_minibatch(staying: int, prefetch: int) -> None:
+@pytest.mark.parametrize(
+    ("staying", "checkpointing"), [(0, False), (0, True), (1, False), (5, True), (10, False), (12, False)]
+)
+def test_fetches_and_pushes_of_a_minibatch(staying: int, checkpointing: bool, prefetch: int) -> None:
+    """Recomputing a layer and going back through it is one use."""
     module = Stack(NUM_LAYERS).double()
+    budgets, options = CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), {"prefetch": prefetch}
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), prefetch=prefetch)
+        train = Train(transport, module, budgets, activation_checkpointing=checkpointing, **options)
         for num_microbatches, mark_last in itertools.product((1, 4, 0, 3), (False, True)):
             fetched, pushed = train.step(num_microbatches, mark_last)
             if prefetch and num_microbatches == 1 and not mark_last:
@@ -240,19 +219,20 @@ def test_bytes_by_node() -> None:
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, module, PLENTY)
+        take, taken = train.model.traffic.bytes_since_last_call, []
+        train.model.traffic.bytes_since_last_call = lambda: taken.append(take()) or taken[-1]
         train.step(2)
-        for moved in (train.model.traffic.fetched, train.model.traffic.pushed):
-            parts = [[0, 0], [0, 0]]
-            for layout in transport.layouts:
-                for owner in set(range(4)) - {transport.rank}:
-                    start, stop = layout.owned(owner)
-                    parts[owner // 2 == transport.rank // 2][0] += stop - start
-            assert [moved["other_nodes"], moved["same_node"]] == [part[0] * ITEM_BYTES for part in parts]
+        parts = [0, 0]
+        for layout in transport.layouts:
+            for owner in set(range(4)) - {transport.rank}:
+                start, stop = layout.owned(owner)
+                parts[owner // 2 != transport.rank // 2] += (stop - start) * ITEM_BYTES
+        assert taken == [[*parts, *parts]]
 
     run_ranks(4, work, transport=TwoNodes)
 
 
-@on_ranks(2, transport=Poisoning)
+@on_ranks(2, transport=LateTransport)
 def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
@@ -297,7 +277,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-@on_ranks(2, transport=Poisoning)
+@on_ranks(2, transport=LateTransport)
 def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
     train = Train(transport, module, CacheBytes(), prefetch=prefetch)
     train.step(1)
@@ -325,7 +305,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 @on_ranks(1)
 def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
-    transport.access = access
+    transport.parameters.access = access
     train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
@@ -356,7 +336,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
     train = Train(transport, Stack(2).double(), CacheBytes())
-    transport.access = Access.VIEW if one_sided else Access.COPY
+    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
     assert train.model.cache_bytes == CacheBytes(0, 1 << 30 if one_sided else 0)
@@ -393,3 +373,34 @@ def test_needs_count_each_array_in_its_own_type(transport: RecordingTransport) -
     needs, (bias, root) = model.cache_needs, (WIDTH, transport.layouts[0].numel)
     assert needs.maximum == CacheBytes(4 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH * WIDTH + 8 * bias, 8 * (root + bias))
     assert needs.minimum == CacheBytes(4 * (WIDTH * WIDTH + WIDTH), 8 * bias)
+
+
+@on_ranks(1)
+def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: RecordingTransport) -> None:
+    """The gradient of the first layer's weight takes its input, not its weight."""
+    module = nn.Sequential(Layer(), Layer(), Layer(), Layer()).double()
+    train = Train(transport, module)
+    with train.model.minibatch():
+        transport.log.clear()
+        squares(train.model, (INPUT,)).backward()
+        assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
+
+
+def test_recurrent_modules_keep_none_of_their_weights() -> None:
+    class Recurrent(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for rnn in self:
+                x = rnn(x)[0]
+            return x
+
+    module = Recurrent(*(nn.GRU(WIDTH, WIDTH) for _ in range(5))).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module, units=[nn.GRU])
+        for _ in range(2):
+            train.step()
+        with torch.no_grad():
+            train.model(INPUT)
+        assert train.model.usage.peak_parameter_bytes <= train.shard_bytes + 2 * transport.layouts[0].numel * ITEM_BYTES
+
+    run_ranks(2, work)

@@ -275,19 +275,6 @@ class Mixed(nn.Module):
         return torch.tanh(self.linear(x) / scale)
 
 
-class Rotate(nn.Module):
-    """Uses a conjugated view of a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.turn = linear(), nn.Parameter(torch.randn(4, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turn = torch.view_as_complex(self.turn).conj()
-        y = torch.view_as_complex(self.linear(x).unflatten(-1, (4, 2)))
-        return torch.view_as_real(y * turn).flatten(-2)
-
-
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "conv": (Image, (2, 2, 5, 5), [nn.Conv2d, nn.BatchNorm2d]),
     "channels_last": (lambda: Image(channels_last=True), (2, 2, 5, 5), [nn.Conv2d]),
@@ -317,7 +304,6 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "two_names_around_a_unit": (SharedLayer, (4, WIDTH), [nn.Linear]),
     "keywords": (WithKeywords, (4, WIDTH), [Keywords]),
     "without_a_graph_before": (lambda: nn.Sequential(linear(), Mixed(), Mixed()), (4, WIDTH), [Mixed]),
-    "conjugated": (lambda: nn.Sequential(Rotate(), linear()), (3, WIDTH), [Rotate]),
 }
 
 
@@ -348,12 +334,23 @@ def test_spectral_norm_on_one_rank() -> None:
 # Ways to use a model
 
 
+class InsideLayer(Layer):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: torch.tanh(self.linear(y)).sin(), x, use_reentrant=self.use_reentrant).cos()
+
+
 class Checkpointed(nn.Module):
-    """Checkpoints as users do, around every unit or around all of them."""
+    """Checkpoints as users do: inside or around every unit, or around all of them."""
 
     def __init__(self, where: str, use_reentrant: bool) -> None:
         super().__init__()
         self.stack = Stack(3)
+        if where == "inside":
+            self.stack.layers = nn.ModuleList(InsideLayer(use_reentrant) for _ in range(3))
         self.where, self.use_reentrant = where, use_reentrant
 
     def recompute(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -368,33 +365,13 @@ class Checkpointed(nn.Module):
         return self.stack.last(x)
 
 
-class InsideLayer(Layer):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda y: torch.tanh(self.linear(y)).sin(), x, use_reentrant=self.use_reentrant).cos()
-
-
-def with_input_gradient(shape: tuple[int, ...]) -> list[list[Batch]]:
-    return [[(batch[0].requires_grad_(),) for batch in minibatch] for minibatch in vectors(*shape)]
-
-
 @MODES
 @PREFETCH
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("where", ["around", "all"])
+@pytest.mark.parametrize("where", ["inside", "around", "all"])
 def test_users_checkpoint_around_units(mode: dict[str, Any], use_reentrant: bool, where: str, prefetch: int) -> None:
-    module = Checkpointed(where, use_reentrant)
-    check_parity(module, with_input_gradient((4, WIDTH)), units=[Layer], prefetch=prefetch, **mode)
-
-
-@SIZES
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_users_checkpoint_inside_units(size: int, use_reentrant: bool) -> None:
-    module = nn.Sequential(linear(), *(InsideLayer(use_reentrant) for _ in range(3)))
-    check_parity(module, with_input_gradient((4, WIDTH)), size, units=[InsideLayer])
+    minibatches = [[(batch[0].requires_grad_(),) for batch in minibatch] for minibatch in vectors(4, WIDTH)]
+    check_parity(Checkpointed(where, use_reentrant), minibatches, units=[Layer], prefetch=prefetch, **mode)
 
 
 def contrasted(model: Any, batch: Batch) -> torch.Tensor:

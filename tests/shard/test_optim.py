@@ -11,14 +11,11 @@ from torch import nn, optim
 from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.layout import ALIGNMENT_NUMEL
+from odc_mpi.shard.gradient_format import FloatGradients
+from odc_mpi.shard.local_shards import ELEMENTWISE, require_elementwise
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.optim import (
-    ELEMENTWISE,
-    build_optimizer,
-    require_elementwise,
-    schedule_factor,
-    squared_norm,
-)
+from odc_mpi.training.settings import OptimConfig
+from odc_mpi.training.update import make_optimizer, schedule_factor
 
 
 @pytest.fixture
@@ -114,58 +111,31 @@ def test_clipping_is_that_of_torch(size: int, max_norm: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
-def test_gradients_that_clipping_leaves_alone(size: int, value: float) -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> tuple[float, list[torch.Tensor], list[torch.Tensor]]:
-        model = sharded(transport, module)
-        with model.minibatch() as minibatch:
-            model(torch.ones(1, WIDTH, dtype=torch.float64)).sum().mul(value).backward()
-        owned = [p for p in model.shard_parameters() if p.numel()]
-        before = [p.grad.clone() for p in owned]
-        norm = model.clip_grad_norm_(0.1)
-        assert minibatch.finite is math.isfinite(value)
-        return norm, before, [p.grad for p in owned]
-
-    ranks = run_ranks(size, work)
-    for norm, before, after in ranks:
-        assert norm == 0.0 if value == 0.0 else not math.isfinite(norm)
-        for b, a in zip(before, after, strict=True):
-            assert torch.equal(b.nan_to_num(7.0, 8.0, 9.0), a.nan_to_num(7.0, 8.0, 9.0))
-    assert str(ranks[0][0]) == str(ranks[-1][0])
+@on_ranks()
+def test_gradients_that_clipping_leaves_alone(
+    transport: RecordingTransport, size: int, value: float, module: nn.Module
+) -> None:
+    model = sharded(transport, module)
+    with model.minibatch() as minibatch:
+        model(torch.ones(1, WIDTH, dtype=torch.float64)).sum().mul(value).backward()
+    owned = [p for p in model.shard_parameters() if p.numel()]
+    before = [p.grad.clone() for p in owned]
+    norm = model.clip_grad_norm_(0.1)
+    assert minibatch.finite is math.isfinite(value)
+    assert norm == 0.0 if value == 0.0 else not math.isfinite(norm)
+    for p, gradient in zip(owned, before, strict=True):
+        assert torch.equal(p.grad.nan_to_num(7.0, 8.0, 9.0), gradient.nan_to_num(7.0, 8.0, 9.0))
 
 
 def test_the_norm_is_added_up_in_fp64() -> None:
+    sum_of_squares = FloatGradients(torch.float32).sum_of_squares
     gradients = [torch.full((10_000,), 1e-3), torch.zeros(0), torch.full((3,), 1e20), torch.tensor([-1e20])]
-    assert squared_norm(gradients) == pytest.approx(4e40, rel=1e-6)  # fp32 ends at 3.4e38
-    assert squared_norm([torch.full((100_000,), 0.1, dtype=torch.float32)]) == pytest.approx(1000.0, rel=1e-7)
-    assert squared_norm([]) == 0.0 == squared_norm([torch.zeros(0)])
+    assert sum_of_squares({0: gradients[:2], 3: gradients[2:]}) == pytest.approx(4e40, rel=1e-6)  # fp32 ends at 3.4e38
+    assert sum_of_squares({0: [torch.full((100_000,), 0.1)]}) == pytest.approx(1000.0, rel=1e-7)
+    assert sum_of_squares({}) == 0.0 == sum_of_squares({0: [torch.zeros(0)]})
 
 
 # Settings
-
-
-def test_weight_decay_depends_on_the_full_shape() -> None:
-    shapes = {"matrix": (3, 4), "bias": (4,), "scalar": (), "kernel": (2, 2, 3, 3)}
-    named = [(name, nn.Parameter(torch.ones(5))) for name in shapes]  # slices, all of one dimension
-    names = {id(p): name for name, p in named}
-    optimizer = build_optimizer("adamw", named, shapes, weight_decay=0.3, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
-    assert isinstance(optimizer, optim.AdamW) and optimizer.param_groups[0]["fused"]
-    groups = [([names[id(p)] for p in group["params"]], group["weight_decay"]) for group in optimizer.param_groups]
-    assert groups == [(["matrix", "kernel"], 0.3), (["bias", "scalar"], 0.0)]
-    assert all(
-        (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6) for group in optimizer.param_groups
-    )
-
-
-def test_sgd_and_groups_without_parameters() -> None:
-    named = iter([("matrix", nn.Parameter(torch.ones(5)))])
-    optimizer = build_optimizer("sgd", named, {"matrix": (5, 1)}, weight_decay=0.3, lr=0.1, momentum=0.5)
-    assert isinstance(optimizer, optim.SGD) and len(optimizer.param_groups) == 1
-    assert not optimizer.param_groups[0]["fused"]
-    assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["weight_decay"] == 0.3
-    with pytest.raises(KeyError):
-        build_optimizer("muon", [], {}, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
@@ -199,7 +169,7 @@ def test_the_floor_and_the_stable_phase() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_cut_at_a_multiple_of_the_alignment_changes_no_bit(kind: str, threads: int) -> None:
     """Shards begin there, so that only elements at the end of a parameter are outside of a kernel's vectors."""
-    numel, more = 200_003, {"adamw": {"betas": (0.9, 0.99), "eps": 1e-8}, "sgd": {"momentum": 0.9}}[kind]
+    numel, config = 200_003, OptimConfig(kind, 1e-2, weight_decay=0.1, adam_beta2=0.99, momentum=0.9)
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(numel, generator=generator)
     gradients = [torch.randn(numel, generator=generator) for _ in range(4)]
@@ -210,7 +180,7 @@ def test_a_cut_at_a_multiple_of_the_alignment_changes_no_bit(kind: str, threads:
         slices = [nn.Parameter(start.clone()[first:last]) for first, last in bounds]
         named = [(f"p{i}", p) for i, p in enumerate(slices)]
         shapes = {name: (1, 1) for name, _ in named}
-        optimizer = build_optimizer(kind, named, shapes, weight_decay=0.1, fused=True, lr=1e-2, **more)
+        optimizer = make_optimizer(config, named, shapes, fused=True)
         assert optimizer.param_groups[0]["fused"]
         for gradient in gradients:
             for parameter, (first, last) in zip(slices, bounds, strict=True):
@@ -218,11 +188,7 @@ def test_a_cut_at_a_multiple_of_the_alignment_changes_no_bit(kind: str, threads:
             optimizer.step()
         return torch.cat([parameter.detach() for parameter in slices])
 
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        whole = trained()
-        for cuts in ((1,), (2, 3), (6249, 6250), (1000, 2001, 4003), (3125,)):
-            assert torch.equal(trained(*cuts), whole)
-    finally:
-        torch.set_num_threads(before)
+    whole = trained()
+    for cuts in ((1,), (2, 3), (6249, 6250), (1000, 2001, 4003), (3125,)):
+        assert torch.equal(trained(*cuts), whole)

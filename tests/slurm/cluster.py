@@ -6,7 +6,6 @@ of it together with its first process, and that with this one, however it ends: 
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,36 +14,24 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "launch"), str(HERE.parent / "hosts")]
+import two_hosts  # noqa: E402
 from mpi_launch import MPIEXEC, ROOT, Finished, environment  # noqa: E402
-from two_hosts import NETWORK  # noqa: E402
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv", "mount")
 #: States that a job does not leave by itself.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 #: As on two hosts, but that ranks do not yield their core while they wait: under Slurm each is its own session,
 #: and Linux 6.18 keeps one session from running while the ranks of others yield again and again (docs/windows.md).
-SPINNING = {name: value for name, value in NETWORK.items() if name != "OMPI_MCA_mpi_yield_when_idle"}
+SPINNING = {name: value for name, value in two_hosts.NETWORK.items() if name != "OMPI_MCA_mpi_yield_when_idle"}
 #: For the whole cluster to come up, in seconds.
 START_S = 60.0
 
 
 def missing():
     """Return the reason why there can be no Slurm here; None if there can."""
-    if os.geteuid() != 0:
-        return "a Slurm of its own needs root"
-    for program in PROGRAMS:
-        if shutil.which(program) is None:
-            return f"a Slurm needs the program {program} (Debian: slurm-wlm, munge, libpmix-dev, iproute2, util-linux)"
-    if MPIEXEC is None:
-        return "no mpiexec beside python or on the PATH"
     if os.cpu_count() < 2:
         return "a Slurm that binds two tasks of a node needs two cores"
-    tried = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", "--net", "--uts", "true"], capture_output=True, text=True
-    )
-    if tried.returncode:
-        return f"a Slurm of its own needs the right to make namespaces: {tried.stderr.strip()}"
-    return None
+    return two_hosts.missing("a Slurm", PROGRAMS, "slurm-wlm, munge, libpmix-dev, iproute2, util-linux")
 
 
 def srun_mpi():
@@ -70,19 +57,16 @@ class Cluster:
         if output != "ready\n":
             os.kill(self._process.pid, signal.SIGKILL)
             raise RuntimeError(f"Slurm did not start within {START_S:g} s: {output}{self._process.stdout.read()}")
-        self.first = int(Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0])
+        self.first = two_hosts.first_of(self._process)[0]
         return self
 
     def __exit__(self, *_):
-        # Not the outermost: the first of a PID namespace is gone, to its parent, only when all others are.
-        if self._process.poll() is None:
-            os.kill(self.first, signal.SIGKILL)
-            self._process.wait(timeout=20)
+        two_hosts.end(self._process)
         self._process.stdout.close()
 
     def run(self, *command, cwd=ROOT, timeout_s=60, **env):
         """Run a program beside the daemons, such as sbatch."""
-        enter = ["nsenter", "--target", str(self.first), "--mount", "--uts", "--net", "--pid", "--ipc"]
+        enter = ["nsenter", "--target", self.first, "--mount", "--uts", "--net", "--pid", "--ipc"]
         began = time.monotonic()
         done = subprocess.run(
             [*enter, f"--wdns={cwd}", "--", *map(str, command)],

@@ -1,19 +1,15 @@
 """Tests on a Slurm: skipped with a reason where there can be none; ODC_MPI_REQUIRE_SLURM=1 makes that a failure."""
 
-import os
-
 import pytest
 from cluster import Cluster, missing
 from slurm_jobs import Directory
 from small_run import data  # noqa: F401 - a fixture
+from two_hosts import require
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    reason = missing()
-    if reason is not None:
-        required = os.environ.get("ODC_MPI_REQUIRE_SLURM") == "1"
-        (pytest.fail if required else pytest.skip)(reason)
+    require(missing(), "ODC_MPI_REQUIRE_SLURM")
     with Cluster() as cluster:
         yield cluster
 

@@ -9,8 +9,12 @@ are in /run, which is memory here.
 
 import os
 import subprocess
-import time
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "hosts"))
+import machine
+from machine import run
 
 NODES = ("node0", "node1")
 ADDRESSES = {"controller": "10.77.0.10", "node0": "10.77.0.11", "node1": "10.77.0.12"}
@@ -60,27 +64,15 @@ NODE = (
 )
 
 
-def run(*command):
-    subprocess.run(command, check=True, timeout=20)
-
-
 def wait_until(is_so, what):
-    deadline = time.monotonic() + START_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            logs = [f"{path}:\n{path.read_text()[-2000:]}" for path in SLURM.glob("*.log")]
-            raise SystemExit("\n".join([f"{what} did not come up within {START_S:g} s", *logs]))
-        time.sleep(0.05)
+    if not machine.wait_until(is_so, START_S):
+        logs = [f"{path}:\n{path.read_text()[-2000:]}" for path in SLURM.glob("*.log")]
+        raise SystemExit("\n".join([f"{what} did not come up within {START_S:g} s", *logs]))
 
 
 def make_machine():
     """Give this process what a machine has of its own: /run, /dev/shm, names, a network that is loopback alone."""
-    for place in (str(Path("/var/run").resolve()), "/dev/shm"):
-        run("mount", "-t", "tmpfs", "tmpfs", place)
-    SLURM.mkdir()
-    names = SLURM / "hosts"
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in ADDRESSES.items()))
-    run("mount", "--bind", str(names), "/etc/hosts")
+    machine.make_mounts(SLURM, ADDRESSES)
     run("hostname", "controller")
     # What a host sends to an address of its own goes over loopback, but MPI libraries want to see another interface.
     run("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "unused")

@@ -15,7 +15,6 @@ A run by hand also prints what is left in /dev/shm, and then exits with code 1.
 """
 
 import argparse
-import functools
 import sys
 import threading
 import time
@@ -27,8 +26,6 @@ import torch
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 
@@ -59,14 +56,8 @@ class Life:
         self.balance = BALANCES[rng.integers(len(BALANCES))]
         # From a 64th of all gradients to more than is of use.
         mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
-        make = (
-            functools.partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes)
-            if reduction == "mailbox"
-            else AccumulateGradientStore
-        )
-        self.transport = window_transport(
-            world, torch.float32, self.dtype, zero_copy=bool(rng.integers(2)), reduction=make
-        )
+        settings = {"zero_copy": bool(rng.integers(2)), "reduction": reduction, "mailbox_bytes": mailbox_bytes}
+        self.transport = window_transport(world, torch.float32, self.dtype, **settings)
         self.has_thread = bool(rng.integers(2))
         specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from odc_mpi.errors import UserError
-from odc_mpi.shard.gradient_format.fixed_point import FIRST_EXPONENT, FixedPointGradients
+from odc_mpi.shard.fixed_point import FIRST_EXPONENT, FixedPointGradients
 from odc_mpi.training.exact import (
     ExponentCallback,
     apply_exact_settings,
@@ -19,17 +19,14 @@ from odc_mpi.training.settings import load
 MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]
 
 
-def test_it_sets_what_it_takes() -> None:
+def test_it_sets_what_it_takes_and_nothing_without_it() -> None:
+    config = load(None, [*MODEL, "--model.reduce_dtype=float32", "--data.balance=lb_micro"])
+    assert apply_exact_settings(config) is config
     config = apply_exact_settings(load(None, [*MODEL, "--run.exact=true"]))
     assert (config.model.reduce_dtype, config.run.threads) == ("fixed64", 1)
     assert apply_exact_settings(config) == config
     given = apply_exact_settings(load(None, [*MODEL, "--run.exact=true", "--run.threads=3", "--data.balance=dynamic"]))
     assert (given.run.threads, given.data.balance) == (3, "dynamic")
-
-
-def test_without_it_nothing_is_set() -> None:
-    config = load(None, [*MODEL, "--model.reduce_dtype=float32", "--data.balance=lb_micro"])
-    assert apply_exact_settings(config) is config
 
 
 GRPO = ["--run.objective=grpo", "--rl.tokenizer=words", "--rl.reward_funcs=exact_match", "--run.exact=true"]

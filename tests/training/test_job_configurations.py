@@ -10,7 +10,7 @@ from mpi_launch import ROOT
 
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.dry_run.memory import estimate_memory
+from odc_mpi.training.dry_run import estimate_memory
 from odc_mpi.training.inputs import _with_adapters
 
 CONFIGURATIONS = sorted((ROOT / "jobs" / "models").glob("*.yaml"))

@@ -16,8 +16,7 @@ from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
 from odc_mpi.training.objectives.grpo import GRPOObjective
-from odc_mpi.training.objectives.pairs import PairObjective
-from odc_mpi.training.objectives.reward import RewardScorer
+from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig
 from odc_mpi.training.rl.settings import GRPOConfig

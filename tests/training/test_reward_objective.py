@@ -20,8 +20,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.heads import REWARD
-from odc_mpi.training.objectives.pairs import PairObjective
-from odc_mpi.training.objectives.reward import RewardScorer
+from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
 from odc_mpi.training.pairs.settings import RewardConfig
 
 # Of the libraries of TRL.

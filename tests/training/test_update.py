@@ -10,7 +10,7 @@ import torch
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.settings import OptimConfig, RunConfig
-from odc_mpi.training.update import Update
+from odc_mpi.training.update import Update, make_optimizer
 
 
 @pytest.mark.parametrize(("warmup", "equal_steps"), [({"warmup_ratio": 0.25}, 2), ({"warmup_ratio": 0.2}, 2)])
@@ -25,6 +25,23 @@ def test_a_ratio_of_the_steps_is_warmup_rounded_up(warmup, equal_steps):
         return [step.metrics["learning_rate"] for step in steps]
 
     assert rates(**warmup) == rates(warmup_steps=equal_steps) != rates(warmup_steps=equal_steps - 1)
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("adamw", True), ("sgd", None)])
+def test_weight_decay_depends_on_the_full_shape(kind, fused):
+    shapes = {"matrix": (3, 4), "bias": (4,), "scalar": (), "kernel": (2, 2, 3, 3)}
+    named = {name: torch.nn.Parameter(torch.ones(5)) for name in shapes}  # slices, all of one dimension
+    names = {id(p): name for name, p in named.items()}
+    config = OptimConfig(kind, 0.1, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, momentum=0.5)
+    own = {"lr": 0.1, "fused": fused}
+    own |= {"betas": (0.8, 0.9), "eps": 1e-6} if kind == "adamw" else {"momentum": 0.5}
+    groups = make_optimizer(config, named.items(), shapes).param_groups
+    assert [([names[id(p)] for p in group["params"]], group["weight_decay"]) for group in groups] == [
+        (["matrix", "kernel"], 0.3),
+        (["bias", "scalar"], 0.0),
+    ]
+    assert all(own.items() <= group.items() for group in groups)
+    assert len(make_optimizer(config, [("matrix", named["matrix"])], shapes).param_groups) == 1
 
 
 def test_a_minibatch_without_any_gradient_leaves_the_parameters():

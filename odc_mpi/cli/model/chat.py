@@ -1,14 +1,9 @@
 """`odc-mpi chat`: chat with a model in the terminal. Runs in a single process."""
 
 import argparse
-from typing import TYPE_CHECKING
 
 from odc_mpi.cli.model import generate
 from odc_mpi.cli.options import utf8
-
-if TYPE_CHECKING:
-    from odc_mpi.generation.load import GenerateArguments
-    from odc_mpi.runtime.world import World
 
 HELP = "talk to a run, a checkpoint or a Hugging Face model on the terminal"
 
@@ -23,10 +18,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer questions from standard input until the end of the input, and return the exit code."""
-
-    def work(job: "GenerateArguments", world: "World") -> None:
-        from odc_mpi.generation.run import chat
-
-        chat(job, world, arguments.system)
-
-    return generate.start(arguments, work)
+    return generate.start(arguments, lambda module, job, world: module.chat(job, world, arguments.system))

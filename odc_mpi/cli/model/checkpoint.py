@@ -1,11 +1,11 @@
-"""`odc-mpi checkpoint`: list, verify, inspect and export checkpoints, in a single process."""
+"""`odc-mpi checkpoint`: list, verify and inspect checkpoints, in a single process."""
 
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.model import export
+from odc_mpi.cli.model.export import DIRECTORY_HELP
 
-HELP = "list, verify, inspect and export checkpoints"
+HELP = "list, verify and inspect checkpoints"
 
 _ACTIONS = {
     "list": "list the checkpoints of a run",
@@ -13,7 +13,6 @@ _ACTIONS = {
     "show": "print the tensors of the newest checkpoint, with shapes, types and norms",
     "digest": "print one SHA-256 over the tensors of the newest checkpoint, independent of the number of ranks",
     "index": "write index.h5 of the newest checkpoint, which one of more than 64 ranks is saved without",
-    "export": export.HELP,
 }
 
 
@@ -22,18 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, help_text in _ACTIONS.items():
         action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
-        if name == "export":
-            export.add_arguments(action)
-        else:
-            action.add_argument("directory", metavar="DIR", type=Path, help=export.DIRECTORY_HELP)
+        action.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the selected action and return the exit code, which is 1 if `verify` finds a damaged checkpoint."""
     from odc_mpi.checkpoint import commands
 
-    if arguments.action == "export":
-        return export.run(arguments)
     if arguments.action == "verify":
         lines, num_damaged = commands.verify(arguments.directory)
         print("\n".join(lines))

@@ -1,10 +1,9 @@
-"""`odc-mpi export` and `odc-mpi checkpoint export`: export a run as a Hugging Face directory, in a single process."""
+"""`odc-mpi export`: export a run as a Hugging Face directory, in a single process."""
 
 import argparse
 from pathlib import Path
 
 from odc_mpi.cli.options import BASE_HELP, output
-from odc_mpi.errors import UserError
 
 HELP = "write the model as a Hugging Face directory with safetensors, adapters in the format of peft"
 DIRECTORY_HELP = "run directory, its checkpoints or one of them"
@@ -25,22 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export the newest checkpoint, print its step and the names of the written files, and return the exit code."""
     from odc_mpi.checkpoint.commands import open_newest_checkpoint
-    from odc_mpi.checkpoint.export import Exporter, export
     from odc_mpi.hub import resolve_model_path
-    from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
+    from odc_mpi.models.export import export
 
-    if arguments.base is not None:
-        arguments.base = Path(resolve_model_path(str(arguments.base), "--base"))
+    base = None if arguments.base is None else Path(resolve_model_path(str(arguments.base), "--base"))
     with open_newest_checkpoint(arguments.directory) as checkpoint:
-        exporter: Exporter
-        if "adapter" in checkpoint.manifest.metadata:
-            exporter = (MergedExporter if arguments.merge else AdapterExporter)(checkpoint, arguments.base)
-        elif arguments.merge:
-            raise UserError(f"--merge requires adapters, but {checkpoint.directory} is a full model: remove --merge")
-        elif arguments.base:
-            raise UserError(f"--base requires adapters, but {checkpoint.directory} is a full model: remove --base")
-        else:
-            exporter = FullModelExporter(checkpoint)
-        names = export(checkpoint, arguments.out, exporter, arguments.dtype, base=arguments.base)
+        names = export(checkpoint, arguments.out, merge=arguments.merge, dtype=arguments.dtype, base=base)
         print(f"exported step {checkpoint.step} to {arguments.out}: {', '.join(names)}")
     return 0

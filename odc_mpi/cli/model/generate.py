@@ -4,15 +4,11 @@ import argparse
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int, utf8
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
-
-if TYPE_CHECKING:
-    from odc_mpi.generation.load import GenerateArguments
-    from odc_mpi.runtime.world import World
 
 HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
 
@@ -53,17 +49,14 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Complete the prompts and return the exit code. Collective."""
-
-    def work(job: "GenerateArguments", world: "World") -> None:
-        from odc_mpi.generation.run import generate_all
-
-        generate_all(job, world)
-
-    return start(arguments, work)
+    return start(arguments, lambda module, job, world: module.generate_all(job, world))
 
 
-def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, World], None]") -> int:
-    """Initialize MPI, call `work` on all ranks, and return the exit code of the command. Collective."""
+def start(arguments: argparse.Namespace, work: Callable[[Any, Any, Any], object]) -> int:
+    """Initialize MPI, call `work` on all ranks, and return the exit code of the command. Collective.
+
+    The arguments of `work` are the module `generation.run`, the `GenerateArguments`, and the `World`.
+    """
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:
@@ -72,6 +65,7 @@ def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, Wor
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with mpi_startup():
+            from odc_mpi.generation import run as module
             from odc_mpi.generation.load import GenerateArguments
             from odc_mpi.runtime.world import World
 
@@ -81,6 +75,6 @@ def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, Wor
 
         def log_and_work() -> None:
             world.run_on_all(lambda: log.open(None, world))
-            work(job, world)
+            work(module, job, world)
 
         return run_on_all_ranks(world, log_and_work)

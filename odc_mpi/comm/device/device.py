@@ -12,7 +12,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -202,24 +202,6 @@ class Device:
     def _unregister(self, address: int) -> None:
         self.set_current()
         torch.cuda.cudart().cudaHostUnregister(address)
-
-
-class BufferDict(Generic[T]):
-    """Map from buffers, identified by their storage, to values, such as events to wait for. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, T] = {}
-
-    def set(self, memory: torch.Tensor, value: T) -> None:
-        """Store the value for `memory`."""
-        self._values[memory.untyped_storage().data_ptr()] = value
-
-    def pop(self, memory: torch.Tensor) -> T:
-        """Remove and return the value for `memory`. Raises KeyError if there is none."""
-        return self._values.pop(memory.untyped_storage().data_ptr())
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:

@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device.device import BufferDict, Device
+from odc_mpi.comm.buffers import BufferPool, storage_address
+from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.transport import GradientStore
 from odc_mpi.comm.windows.parameters import WindowParameters
@@ -41,7 +41,7 @@ class DeviceParameters(WindowParameters):
         # Not from the torch allocator, because MPI may have to export it to another process or to a network card.
         self.buffers = BufferPool(device.empty_for_windows)
         self._device = device
-        self._events = BufferDict[torch.cuda.Event]()
+        self._events: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
@@ -50,7 +50,7 @@ class DeviceParameters(WindowParameters):
 
     @override
     def record_event(self, buffer: torch.Tensor) -> None:
-        self._events.set(buffer, self._device.record_event())
+        self._events[storage_address(buffer)] = self._device.record_event()
 
     @override
     @property
@@ -74,7 +74,7 @@ class DeviceParameters(WindowParameters):
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        wait_for = self._events.pop(buffer)
+        wait_for = self._events.pop(storage_address(buffer))
         if self.enqueues_only:
             self.world.progress.run_tasks()
             copied = self._copy_mapped(index, buffer, wait_for)
@@ -104,7 +104,7 @@ class DeviceGradients(GradientStore):
         super().__init__(inner.dtype)
         self._inner = inner
         self._device = device
-        self._events = BufferDict[torch.cuda.Event]()
+        self._events: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
 
     @override
     def shard(self, index: int) -> torch.Tensor:
@@ -116,11 +116,11 @@ class DeviceGradients(GradientStore):
 
     @override
     def prepare_push(self, gradient: torch.Tensor) -> None:
-        self._events.set(gradient, self._device.record_event())
+        self._events[storage_address(gradient)] = self._device.record_event()
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        return Work(partial(self._push, index, gradient, start, self._events.pop(gradient)))
+        return Work(partial(self._push, index, gradient, start, self._events.pop(storage_address(gradient))))
 
     def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: torch.cuda.Event) -> None:
         self._device.set_current()

@@ -8,58 +8,43 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device, zeros
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, PrivateShards
 from odc_mpi.comm.work import FetchWork, Work
 
 
-class SingleRankParameters(ShardStorage, ParameterStore):
+class _DeviceShards(PrivateShards):
+    def __init__(self, dtype: torch.dtype, device: Device) -> None:
+        super().__init__(dtype)
+        self._device = device
+
+
+class SingleRankParameters(_DeviceShards, ParameterStore):
     """Single-rank parameter store that keeps full arrays in device memory."""
 
     access = Access.KEEP
 
-    def __init__(self, dtype: torch.dtype, device: Device) -> None:
-        super().__init__(dtype)
-        self._device = device
-        self._arrays: list[torch.Tensor] = []
-
     @override
     def allocate(self) -> None:
-        self._arrays = [zeros(self._device, layout.shard_numel, layout.dtype or self.dtype) for layout in self.layouts]
-
-    @override
-    def shard(self, index: int) -> torch.Tensor:
-        return self._arrays[index]
+        shards = (zeros(self._device, layout.shard_numel, layout.dtype or self.dtype) for layout in self.layouts)
+        self._shards = dict(enumerate(shards))
 
     @override
     def fetch(self, index: int) -> FetchWork:
-        return FetchWork(self._arrays[index][: self.layouts[index].numel], Work())
+        return FetchWork(self._shards[index][: self.layouts[index].numel], Work())
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
         pass  # the memory remains allocated
 
-    @override
-    def free(self) -> None:
-        self._arrays.clear()
 
-
-class SingleRankGradients(ShardStorage, GradientStore):
+class SingleRankGradients(_DeviceShards, GradientStore):
     """Single-rank gradient store that keeps full arrays in device memory."""
 
     is_local = True
 
-    def __init__(self, dtype: torch.dtype, device: Device) -> None:
-        super().__init__(dtype)
-        self._device = device
-        self._sums: dict[int, torch.Tensor] = {}
-
     @override
     def allocate(self) -> None:
-        self._sums = {index: zeros(self._device, numel, self.dtype) for index, numel in self.trainable_numels.items()}
-
-    @override
-    def shard(self, index: int) -> torch.Tensor:
-        return self._sums[index]
+        self._shards = {index: zeros(self._device, numel, self.dtype) for index, numel in self.trainable_numels.items()}
 
     @override
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -67,9 +52,5 @@ class SingleRankGradients(ShardStorage, GradientStore):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        self._sums[index][start : start + gradient.numel()].add_(gradient)
+        self._shards[index][start : start + gradient.numel()].add_(gradient)
         return Work()
-
-    @override
-    def free(self) -> None:
-        self._sums.clear()

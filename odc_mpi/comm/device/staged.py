@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.buffers import BufferPool, copy_host
-from odc_mpi.comm.device.device import BufferDict, Device
+from odc_mpi.comm.buffers import BufferPool, copy_host, storage_address
+from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
@@ -92,7 +92,7 @@ class StagedParameters(ParameterStore):
         self._inner = inner
         self._device = device
         self._pinned = pinned
-        self._events = BufferDict[torch.cuda.Event]()
+        self._events: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
 
     @override
     @property
@@ -110,11 +110,11 @@ class StagedParameters(ParameterStore):
 
     @override
     def record_event(self, buffer: torch.Tensor) -> None:
-        self._events.set(buffer, self._device.record_event())
+        self._events[storage_address(buffer)] = self._device.record_event()
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        wait_for = self._events.pop(buffer)
+        wait_for = self._events.pop(storage_address(buffer))
         if isinstance(self._inner, WindowParameters) and self._inner.access is Access.COPY:
             return self._start_gets(self._inner, index, buffer, wait_for)
         if self.enqueues_only:
@@ -171,7 +171,7 @@ class StagedGradients(DeviceGradients):
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)
         self._pinned = pinned
-        self._copies = BufferDict[tuple[torch.Tensor, torch.cuda.Event]]()
+        self._copies: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}  # by the address of a gradient
 
     @override
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -181,11 +181,12 @@ class StagedGradients(DeviceGradients):
     def prepare_push(self, gradient: torch.Tensor) -> None:
         # Already here, because the thread that pushes may be busy with earlier pushes.
         pinned = self._pinned.pool.acquire(gradient.numel(), self.dtype)
-        self._copies.set(gradient, (pinned, self._device.copy(pinned, gradient, self._device.record_event())))
+        copied = self._device.copy(pinned, gradient, self._device.record_event())
+        self._copies[storage_address(gradient)] = pinned, copied
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        return Work(partial(self._push_pinned, index, start, *self._copies.pop(gradient)))
+        return Work(partial(self._push_pinned, index, start, *self._copies.pop(storage_address(gradient))))
 
     def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copied: torch.cuda.Event) -> None:
         copied.synchronize()

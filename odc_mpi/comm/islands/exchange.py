@@ -26,7 +26,7 @@ from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, messages
+from odc_mpi.comm.windows.rma import Message, Window, WindowParts, as_mpi_buffer, messages
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
@@ -212,8 +212,6 @@ class _ExposedWindow(Window):
         super().__init__(world, memory.numel(), torch.uint8)
 
     @override
-    def _make(
-        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
-    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
         win = MPI.Win.Create(self._memory, dtype.itemsize, MPI.INFO_NULL, world.comm)
         return [win], {world.rank: torch.empty(0, dtype=dtype)}

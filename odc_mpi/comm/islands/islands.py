@@ -20,7 +20,7 @@ from odc_mpi.runtime.world import World
 class Islands:
     """Division of a world into islands. Construction is collective.
 
-    Each model needs its own islands, which it closes.
+    Each model needs its own `Islands`, and closes them.
 
     Args:
         world: World to divide. Closing it also closes the worlds of the island and the column.

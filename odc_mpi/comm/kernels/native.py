@@ -3,7 +3,7 @@
     flatten          copies gradients of several dtypes into one flat array and returns the largest magnitude
     add_segments_    adds segments (parts of gradients) to a shard, in order
 
-Each function launches a kernel if the target is a float32 or float64 tensor on an NVIDIA GPU, CuPy is installed, and
+Each function launches a kernel if the target is a float32 tensor on an NVIDIA GPU, CuPy is installed, and
 `ODC_MPI_KERNELS` is not "off". Otherwise it calls torch operators. The results are bitwise identical, except for the
 bits of a NaN, but a kernel makes a single pass over the data. CuPy compiles a kernel with NVRTC on first use. Later
 processes load it from CuPy's disk cache, `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`.
@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +33,7 @@ Segment = tuple[int, torch.Tensor]
 COMPILE_OPTIONS = ("-std=c++17",)
 
 #: Code of each dtype, and maximum number of segments per launch. Both must match `src/segments.cuh`.
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_SEGMENTS = 128
 _TABLE = np.dtype(
     [
@@ -44,8 +43,6 @@ _TABLE = np.dtype(
         ("type", np.uint8, MAX_SEGMENTS),
     ]
 )
-#: Suffix of the kernel name for each dtype of the target.
-_TARGETS = {torch.float32: "float32", torch.float64: "float64"}
 
 THREADS = 256
 #: Number of elements that a block processes at a time (a tile).
@@ -174,7 +171,7 @@ def read_source(name: str) -> str:
 
 def _use_torch_fallback(target: torch.Tensor) -> bool:
     assert target.dim() == 1 and target.is_contiguous()
-    return target.dtype not in _TARGETS or kernels_unavailable_reason(target.device) is not None
+    return target.dtype is not torch.float32 or kernels_unavailable_reason(target.device) is not None
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,26 +210,17 @@ def _launch(
     addresses = (np.uint64(address) for address in (target.data_ptr(), *more_addresses))
     arguments = (table, np.int32(count), np.int64(first), np.int64(stop), *addresses)
     if first < stop:
-        _run(name, f"{name}_{_TARGETS[target.dtype]}", target.device, -(-(stop - first) // BLOCK_NUMEL), arguments)
+        _run(name, target.device, -(-(stop - first) // BLOCK_NUMEL), arguments)
 
 
-def _run(file: str, kernel: str, device: torch.device, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+def _run(kernel: str, device: torch.device, num_blocks: int, arguments: tuple[Any, ...]) -> None:
     cupy = _cupy()
     assert cupy is not None
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
     max_blocks = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
-    with _device_guard(device, cupy), stream:
-        _kernel(file, kernel)((min(num_blocks, max_blocks),), (THREADS,), arguments)
-
-
-def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    if torch.cuda.current_device() == device.index:
-        return nullcontext()
-    guard = ExitStack()
     # Both guards, because torch must restore the previous device, whichever one CuPy restores.
-    guard.enter_context(torch.cuda.device(device))
-    guard.enter_context(cupy.cuda.Device(device.index))
-    return guard
+    with torch.cuda.device(device), cupy.cuda.Device(device.index), stream:
+        _kernel(kernel)((min(num_blocks, max_blocks),), (THREADS,), arguments)
 
 
 @functools.cache
@@ -258,14 +246,14 @@ class _Stream:
 
 
 @functools.cache
-def _kernel(file: str, kernel: str) -> Any:
+def _kernel(name: str) -> Any:
     cupy = _cupy()
     assert cupy is not None
     try:
-        return cupy.RawModule(code=read_source(file), options=COMPILE_OPTIONS).get_function(kernel)
+        return cupy.RawModule(code=read_source(name), options=COMPILE_OPTIONS).get_function(name)
     except Exception as error:
         raise RuntimeError(
-            f"CuPy {cupy.__version__} cannot build {source_dir() / file}.cu: {one_line_message(error)}. "
+            f"CuPy {cupy.__version__} cannot build {source_dir() / name}.cu: {one_line_message(error)}. "
             "Set ODC_MPI_KERNELS=off to use torch operators"
         ) from error
 

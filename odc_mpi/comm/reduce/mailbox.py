@@ -36,7 +36,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,9 +50,6 @@ from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Function that creates the shards and slots of a mailbox, for elements of a dtype.
-SlotsFactory = Callable[[World, torch.dtype], HostSlots]
-
 DEFAULT_MAILBOX_BYTES = 64 << 20
 #: Size of a header: four int64 (array, start, numel, position of the slot in its ring).
 HEADER_BYTES = 32
@@ -66,6 +62,7 @@ class MailboxGradientStore(WindowGradientStore):
     Only one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
     Args:
+        slots: Function that creates the shards, and slots for elements of a dtype.
         mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. Headers
             take up to 4 KiB for each other rank in addition.
     """
@@ -75,7 +72,7 @@ class MailboxGradientStore(WindowGradientStore):
         world: World,
         dtype: torch.dtype,
         mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
-        slots: SlotsFactory = HostSlots,
+        slots: Callable[[World, torch.dtype], HostSlots] = HostSlots,
     ) -> None:
         super().__init__(world, dtype)
         self._mailbox_bytes = mailbox_bytes
@@ -133,12 +130,12 @@ class MailboxGradientStore(WindowGradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         layout = self.layouts[index]
-        plan = self._plan_of(layout.shard_numel, start, start + gradient.numel())
-        push = PendingPush(layout.name, index, gradient, self._slots.values(gradient), *plan.parts.copy())
+        owners, parts, own = self._plan_of(layout.shard_numel, start, start + gradient.numel())
+        push = PendingPush(layout.name, index, gradient, self._slots.values(gradient), *parts.copy())
         self._queue.append(push)
-        with self.world.deadline(f"pushing the gradient of unit {layout.name}", plan.ranks):
+        with self.world.deadline(f"pushing the gradient of unit {layout.name}", owners):
             self._fill_rings()
-            for begin, part in plan.own:
+            for begin, part in own:
                 self._slots.add_own_shard(index, begin, gradient[part])
         self.make_progress()
         return Work(partial(self._wait, push))
@@ -306,23 +303,17 @@ class MailboxGradientStore(WindowGradientStore):
             self._credit_window.put_messages(self._outgoing_tails, ((origin, start, place) for origin in origins))
             self._unflushed.extend(origins)
 
-    def _plan_push(self, shard_numel: int, start: int, stop: int) -> "_PushPlan":
+    def _plan_push(
+        self, shard_numel: int, start: int, stop: int
+    ) -> tuple[tuple[int, ...], np.ndarray, list[tuple[int, slice]]]:
+        """Return the parts of a pushed range `[start, stop)` of elements.
+
+        Returns:
+            The other ranks that own a part; initial `owners`, `starts`, `firsts` and `numels` of a `PendingPush`, int64
+            `[4, n]`; and `(start in this rank's shard, slice of the range)` if this rank owns a part, otherwise empty.
+        """
         rank = self.world.rank
         ranges = tuple(ranges_by_owner(shard_numel, rank, start, stop))
         own = [(begin - rank * shard_numel, slice(begin - start, end - start)) for r, begin, end in ranges if r == rank]
         others = [(r, begin - r * shard_numel, begin - start, end - begin) for r, begin, end in ranges if r != rank]
-        return _PushPlan(tuple(r for r, *_ in others), np.array(others, dtype=np.int64).reshape(-1, 4).T, own)
-
-
-class _PushPlan(NamedTuple):
-    """Parts of a pushed range of elements.
-
-    Attributes:
-        ranks: Owners of the range, except for this rank.
-        parts: Initial `owners`, `starts`, `firsts` and `numels` of a `PendingPush`, int64 `[4, n]`.
-        own: `(start in this rank's shard, slice of the range)` if this rank owns a part of the range, otherwise empty.
-    """
-
-    ranks: tuple[int, ...]
-    parts: np.ndarray
-    own: list[tuple[int, slice]]
+        return tuple(r for r, *_ in others), np.array(others, dtype=np.int64).reshape(-1, 4).T, own

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import Window, align_up, as_mpi_buffer
+from odc_mpi.comm.windows.rma import Window, WindowParts, align_up, as_mpi_buffer
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.runtime.world import World
 
@@ -49,9 +49,7 @@ class DeviceWindow(Window):
         self._memory = torch.empty(0)
 
     @override
-    def _make(
-        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
-    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
         tensor = self._memory.view(dtype)
         memory = as_mpi_buffer(tensor.view(torch.uint8)) if numel else None
         return [MPI.Win.Create(memory, dtype.itemsize, info, world.comm)], {world.rank: tensor}
@@ -75,20 +73,18 @@ class MappedDeviceWindow:
         memory.zero_()
         device.record_event().synchronize()
         handles = world.gather_objects(world.run_on_all(lambda: (device.export(memory), num_bytes)))
-        self._memory = memory
-        self._mapped: dict[int, torch.Tensor] = {world.rank: memory[:num_bytes]}
-        self.tensor = self._mapped[world.rank].view(dtype)
-        self._shards = {world.rank: self.tensor}
+        self._memory, self._dtype = memory, dtype
+        self.tensor = memory[:num_bytes].view(dtype)
+        self._mapped: dict[int, torch.Tensor] = {}  # memory of the other ranks, uint8
         try:
             world.run_on_all(lambda: self._map(handles))
         except UserError:
             self.free()
             raise
-        self._shards |= {rank: mapped.view(dtype) for rank, mapped in self._mapped.items() if rank != world.rank}
 
     def mapped_shard(self, target: int) -> torch.Tensor:
         """Return a view of the shard of rank `target`."""
-        return self._shards[target]
+        return self.tensor if target == self._world.rank else self._mapped[target].view(self._dtype)
 
     def sync(self) -> None:
         """Do nothing: events and MPI synchronize accesses."""
@@ -96,10 +92,8 @@ class MappedDeviceWindow:
     def free(self) -> None:
         """Free the memory. Collective. All accesses of this rank to the window must have completed."""
         self.tensor = torch.empty(0)
-        self._shards.clear()
-        for rank, mapped in self._mapped.items():
-            if rank != self._world.rank:
-                self._device.unmap(mapped)
+        for mapped in self._mapped.values():
+            self._device.unmap(mapped)
         self._mapped.clear()
         # Memory that another rank maps must not be freed.
         self._world.wait_collective(self._world.comm.Ibarrier(), "freeing a window on GPUs")

@@ -31,6 +31,8 @@ Memory: TypeAlias = np.ndarray | memoryview
 #: Part of an RMA operation between a buffer and other ranks' windows: the target rank, the first element in its shard,
 #: and a pair `(numel, first element in the buffer)`, as mpi4py expects. Elements have the size of the window's dtype.
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
+#: MPI windows, in the order in which they are freed, and the mapped shards by owner.
+WindowParts: TypeAlias = tuple[list[MPI.Win], dict[int, torch.Tensor]]
 #: MPI datatypes for the dtypes that MPI can sum, which exclude bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
 #: MPI datatypes for elements that are only copied, by element size, because MPI has no bf16 and counts in bytes would
@@ -40,6 +42,9 @@ COPY_DTYPES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
 #: Maximum number of elements per message. In many MPI libraries, counts are C ints.
 MAX_MESSAGE_NUMEL = 1 << 27
+#: Maximum number of bytes per Get between nodes with Open MPI. Over TCP, Open MPI's request is as long as the requested
+#: data, or twice as long if these exceed this maximum (benchmarks/notes/upstream.md).
+OPEN_MPI_MAX_GET_BYTES = (1 << 17) - 256
 #: Alignment of data in a window, in bytes: the size of a cache line.
 ALIGNMENT = 64
 #: True if this torch version can replace the memory of a tensor, so that views of a window outlive the window.
@@ -59,6 +64,8 @@ class Window:
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
         self._views: list[torch.Tensor] = []
         self._copied, self._summed = COPY_DTYPES[dtype.itemsize], MPI_DTYPES.get(dtype)
+        is_split = world.num_nodes > 1 and world.mpi_library.startswith("Open MPI")
+        self._max_get_numel = OPEN_MPI_MAX_GET_BYTES // dtype.itemsize if is_split else MAX_MESSAGE_NUMEL
         with world.collective("allocating a window"):
             # `same_size` saves the library a table of sizes. No other hint has been found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
@@ -101,9 +108,10 @@ class Window:
 
         `base` is added to the index of each part's first element in the shard. The copies are complete after `flush`.
         """
-        get, element = self._win.Get, self._copied
-        for target, start, span in parts:
-            get([buffer, span, element], target, base + start)
+        get, element, limit = self._win.Get, self._copied, self._max_get_numel
+        for target, start, (numel, first) in parts:
+            for done in range(0, numel, limit):
+                get([buffer, (min(limit, numel - done), first + done), element], target, base + start + done)
 
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         """Start overwriting parts of other ranks' shards with parts of `values`, a contiguous buffer. One-sided.
@@ -199,10 +207,8 @@ class Window:
             win.Unlock_all()
             win.Free()
 
-    def _make(
-        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
-    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
-        """Return the MPI windows, in the order in which they are freed, and the mapped shards by owner. Collective."""
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
+        """Create the MPI windows. Collective."""
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
         tensor = torch.frombuffer(win.tomemory(), dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         return [win], {world.rank: tensor}
@@ -229,9 +235,7 @@ class SharedWindow(Window):
     """
 
     @override
-    def _make(
-        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
-    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
         num_bytes = numel * dtype.itemsize
         wins = [MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)]
         shards = [wins[0].Shared_query(local_rank)[0] for local_rank in range(world.local_size)]

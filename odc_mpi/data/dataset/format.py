@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import h5py
@@ -89,20 +89,17 @@ def encode_text(text: str) -> np.bytes_:
     return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
 
 
-def read_text(attributes: h5py.AttributeManager, name: str) -> str:
-    """Read a fixed-length text attribute. Raises `KeyError` if it is missing, or `TypeError` if it has another type."""
-    value = attributes[name]
-    if not isinstance(value, bytes):
-        raise TypeError(f"the attribute {name!r} is not a text of fixed length")
-    return value.decode()
+def read_attribute(attributes: h5py.AttributeManager, name: str, kind: type) -> Any:
+    """Read a text of fixed length (`kind` is `str`) or an integer (`int`).
 
-
-def read_size(attributes: h5py.AttributeManager, name: str) -> int:
-    """Read an integer attribute. Raises `KeyError` if it is missing, or `TypeError` if it has another type."""
+    Raises `KeyError` if the attribute is missing, or `TypeError` if it has another type.
+    """
     value = attributes[name]
-    if not isinstance(value, np.integer):
-        raise TypeError(f"the attribute {name!r} is not an integer")
-    return int(value)
+    if kind is str and isinstance(value, bytes):
+        return value.decode()
+    if kind is int and isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"the attribute {name!r} is not {'an integer' if kind is int else 'a text of fixed length'}")
 
 
 def has_signature(file: h5py.File) -> bool:

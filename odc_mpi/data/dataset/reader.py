@@ -23,8 +23,7 @@ from odc_mpi.data.dataset.format import (
     content_digest,
     has_signature,
     hdf5_errors,
-    read_size,
-    read_text,
+    read_attribute,
     sequence_checksum,
 )
 from odc_mpi.errors import UserError, one_line_message
@@ -72,9 +71,10 @@ class Dataset(AbstractContextManager["Dataset"]):
         self._checksums: npt.NDArray[np.uint32] = file["checksums"][:]
         fields = PairCounts._fields if any(name in file for name in PairCounts._fields) else ()
         pairs = [_check_storage(file, name, self.path, np.int32)[:] for name in fields]
-        self._content = read_text(file.attrs, "content")
-        self.vocab_size, self.max_token_id = read_size(file.attrs, "vocab_size"), read_size(file.attrs, "max_token_id")
-        self.vocabulary = read_text(file.attrs, "vocabulary")
+        self._content: str = read_attribute(file.attrs, "content", str)
+        self.vocab_size: int = read_attribute(file.attrs, "vocab_size", int)
+        self.max_token_id: int = read_attribute(file.attrs, "max_token_id", int)
+        self.vocabulary: str = read_attribute(file.attrs, "vocabulary", str)
         if content_digest(self._offsets, trained, self._checksums, *pairs) != self._content:
             raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or pairs were changed")
         if not len(trained):
@@ -176,10 +176,10 @@ def verify_dataset(path: Path) -> str:
         if damaged:
             first = ", ".join(map(str, damaged[:_MAX_NUMBERS]))
             raise DamagedDatasetError(path, f"{len(damaged)} of {len(dataset)} sequences, the first: {first}")
-        with hdf5_errors(path, "the attributes or the report"), h5py.File(path, "r", locking=False) as file:
-            dict(file.attrs)
-            if REPORT in file:
-                _check_storage(file, REPORT, path, np.uint8)[:]
+        with hdf5_errors(path, "the attributes or the report"):
+            dict(dataset._file.attrs)
+            if REPORT in dataset._file:
+                _check_storage(dataset._file, REPORT, path, np.uint8)[:]
         files = read_tokenizer_files(path)
         tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
         unit = "sequences" if dataset.pair_counts is None else "pairs"
@@ -190,7 +190,7 @@ def read_origin(path: Path) -> str:
     """Return the digest of the origins of a data set's sources, or "" if the file or the digest cannot be read."""
     try:
         with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
-            return read_text(file.attrs, "sources")
+            return read_attribute(file.attrs, "sources", str)
     except UserError:
         return ""
 
@@ -204,7 +204,7 @@ def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
     for path in paths:
         try:
             with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
-                if read_text(file.attrs, "request") != request:
+                if read_attribute(file.attrs, "request", str) != request:
                     return None
                 reports.add(_check_storage(file, REPORT, path, np.uint8)[:].tobytes())
             verify_dataset(path)
@@ -235,7 +235,7 @@ def _check_format(file: h5py.File, path: Path) -> None:
         raise UserError(
             f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change data.path"
         )
-    version = read_size(file.attrs, "version")
+    version = read_attribute(file.attrs, "version", int)
     if version != VERSION:
         raise UserError(
             f"expected version {VERSION} of the data set {str(path)!r}, got version {version}: prepare it again with "

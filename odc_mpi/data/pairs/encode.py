@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +12,6 @@ from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import PreferencePair
 from odc_mpi.data.readers.records import InvalidRecordError
-
-
-class _Answer(NamedTuple):
-    """Tokens of an answer, uint32 [length], and its loss mask, bool [length]."""
-
-    tokens: npt.NDArray[np.uint32]
-    loss_mask: npt.NDArray[np.bool_]
-
-    def truncate(self, length: int | None = None) -> "_Answer":
-        """Return the tokens up to the last loss token of the first `length`, since others do not affect the loss."""
-        loss = np.flatnonzero(self.loss_mask[:length])
-        end = loss[-1] + 1 if len(loss) else 0
-        return _Answer(self.tokens[:end], self.loss_mask[:end])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +44,18 @@ class EncodedPair(Encoded):
         """
         num_prompt = self.pair.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
-        return replace(self, **_row(self.tokens[:num_prompt], *(answer.truncate(rest) for answer in self._answers())))
+        return replace(self, **_row(self.tokens[:num_prompt], *(_trim(answer, rest) for answer in self._answers())))
 
-    def _answers(self) -> Iterator[_Answer]:
+    def _answers(self) -> Iterator[Encoded]:
         begin, middle = self.pair.num_prompt_tokens, sum(self.pair[:2])
         for part in (slice(begin, middle), slice(middle, None)):
-            yield _Answer(self.tokens[part], self.loss_mask[part])
+            yield Encoded(self.tokens[part], self.loss_mask[part])
+
+
+def _trim(sequence: Encoded, length: int | None = None) -> Encoded:
+    """Return the tokens up to the last loss token of the first `length`, since others do not affect the loss."""
+    loss = np.flatnonzero(sequence.loss_mask[:length])
+    return sequence.truncate(int(loss[-1]) + 1 if len(loss) else 0)
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
@@ -89,12 +82,12 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
             "replace the template with --chat-template FILE"
         )
     (first,), (second,) = sides
-    chosen, rejected = (_Answer(each.tokens, each.loss_mask).truncate() for each in (first, second))
+    chosen, rejected = _trim(first), _trim(second)
     if np.array_equal(chosen.tokens, rejected.tokens):
         raise InvalidRecordError(f"{location}: expected two different answers, got the same tokens for both")
     # Texts without a prompt have loss from their beginning.
     num_prompt = min(
-        len(tokens) - 1 if first.is_plain_text else int(loss_mask.argmax()) for tokens, loss_mask in (chosen, rejected)
+        len(each.tokens) - 1 if first.is_plain_text else int(each.loss_mask.argmax()) for each in (chosen, rejected)
     )
     differing = np.flatnonzero(chosen.tokens[:num_prompt] != rejected.tokens[:num_prompt])
     num_prompt = int(differing[0]) if len(differing) else num_prompt
@@ -103,7 +96,7 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
             f"{location}: expected a prompt, got chosen and rejected that begin with different tokens: add the field "
             "'prompt'"
         )
-    answers = (_Answer(tokens[num_prompt:], loss_mask[num_prompt:]) for tokens, loss_mask in (chosen, rejected))
+    answers = (Encoded(each.tokens[num_prompt:], each.loss_mask[num_prompt:]) for each in (chosen, rejected))
     return EncodedPair(
         **_row(chosen.tokens[:num_prompt], *answers),
         has_own_special=first.has_own_special or second.has_own_special,
@@ -111,7 +104,7 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
     )
 
 
-def _row(prompt: npt.NDArray[np.uint32], chosen: _Answer, rejected: _Answer) -> dict[str, Any]:
+def _row(prompt: npt.NDArray[np.uint32], chosen: Encoded, rejected: Encoded) -> dict[str, Any]:
     """Return the tokens of a pair, their loss mask and the lengths of the parts as fields of `EncodedPair`."""
     return {
         "tokens": np.concatenate([prompt, chosen.tokens, rejected.tokens]),

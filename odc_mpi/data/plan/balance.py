@@ -7,6 +7,7 @@ by index.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,8 @@ Costs = npt.NDArray[np.float64]
 #: Function that forms microbatches, given the sequence lengths, the maximum number of tokens and a cost model.
 Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
 #: Function that plans a minibatch, given the lengths of its sequences in tokens, int64 [n], the number of ranks, the
-#: maximum number of tokens in a microbatch, and the cost model. Raises a `UserError` if a sequence is too long.
+#: maximum number of tokens in a microbatch, which no sequence may exceed (see `check_fit`), and the cost model.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
-
-
 #: Number of sequences per rank that `rank_independent_packing` assumes.
 SEQUENCES_PER_RANK = 4
 
@@ -81,28 +80,31 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
     """Sort the sequences by decreasing length, and assign them to ranks round-robin, one sequence per microbatch.
 
     This is LocalSort from ODC (arXiv 2601.19362), adopted from LongAlign (arXiv 2401.18058). Ranks are not balanced.
-    `cost` is not used.
     """
-    check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
     for i in argsort_descending(lengths):
         microbatches[i % size].append((i,))
     return Plan(tuple(map(tuple, microbatches)))
 
 
-def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+def lb_micro(
+    lengths: Lengths,
+    size: int,
+    max_tokens: int,
+    cost: CostModel,
+    pack: Callable[[Lengths, int], list[list[int]]] = first_fit,
+) -> Plan:
     """Assign the same number of microbatches to all ranks, such that their k-th microbatches have about equal costs.
 
     This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl, for training with collectives.
     Sequences are first divided among the ranks (`partition_evenly`), then among the microbatches of each rank, which
     run in order of decreasing cost, empty ones last. The number of microbatches is that of the rank that needs the most
-    when its sequences are packed by first-fit decreasing. If microbatches of equal cost would exceed `max_tokens`, verl
-    adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
+    when `pack` packs its sequences. If microbatches of equal cost would exceed `max_tokens`, verl adds a microbatch on
+    all ranks, whereas this function packs the sequences less evenly.
     """
-    check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     parts = partition_evenly(costs.tolist(), size)
-    packed = [first_fit(lengths[part], max_tokens) for part in parts]
+    packed = [pack(lengths[part], max_tokens) for part in parts]
     count = max(map(len, packed))
     return Plan(
         tuple(_split(part, bins, count, lengths, max_tokens, costs) for part, bins in zip(parts, packed, strict=True))
@@ -116,7 +118,6 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     method (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing
     cost, so that memory usage peaks early.
     """
-    check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     parts = partition(costs.tolist(), size)
     return Plan(tuple(_to_positions(part, first_fit(lengths[part], max_tokens), costs) for part in parts))
@@ -128,7 +129,6 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
     See `data.plan.dynamic_packing`.
     """
-    check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     return Plan(((),) * size, pack_pool(lengths, costs, max_tokens, cost.constant, size) if len(lengths) else ())
 
@@ -142,7 +142,6 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 
 
 def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
-    check_fit(lengths, max_tokens)
     if not len(lengths):
         return ()
     size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
@@ -152,9 +151,8 @@ def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[S
 def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
     """Return a balance strategy whose microbatches are the same for any number of ranks.
 
-    The last bits of a microbatch's loss and gradient depend on which sequences it contains. Therefore, `pack` forms the
-    microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack. The strategy's
-    argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
+    `pack` forms the microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack.
+    The strategy's argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -178,18 +176,15 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
     return strategies[name]
 
 
-def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
-    """Return a variant of the balance strategy `name` that puts one sequence in each microbatch. `cost` is not used."""
-    return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
-
-
 def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
     """Return the balance strategy called `name`. For the other arguments and the errors, see `data.loader.Loader`."""
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
     if not packs:
-        return one_sequence_per_microbatch(name, cost)
+        if name == "lb_micro":
+            return partial(lb_micro, pack=lambda lengths, _: [[i] for i in range(len(lengths))])
+        return rank_independent_packing(name, cost, lambda lengths, *_: tuple((i,) for i in range(len(lengths))))
     return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]
 
 
@@ -267,20 +262,6 @@ def _to_positions(part: list[int], bins: list[list[int]], costs: Costs) -> tuple
     each = costs[part].tolist()
     pairs = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
     return tuple(indices for _, indices in sorted(pairs, key=lambda pair: (pair[0], min(pair[1]))))
-
-
-def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[SequenceIndices, ...]:
-    check_fit(lengths, max_tokens)
-    return tuple((i,) for i in range(len(lengths)))
-
-
-def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign the same number of microbatches to all ranks. Each microbatch contains one sequence or is empty."""
-    check_fit(lengths, max_tokens)
-    costs = cost.sequence(lengths)
-    parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]
-    count = max(map(len, parts))
-    return Plan(tuple((*((i,) for i in part), *((),) * (count - len(part))) for part in parts))
 
 
 def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:

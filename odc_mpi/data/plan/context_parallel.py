@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.balance import Costs, Lengths, Plan, SequenceSplit, check_fit, dynamic
+from odc_mpi.data.plan.balance import Costs, Lengths, Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SPREADS, SequenceIndices, makespan, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending
@@ -44,10 +44,9 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
     """Plan a minibatch: split the costliest sequences across several ranks, and put all others in `Plan.pool`.
 
     This is a `BalanceStrategy`. If splitting saves less than 2% of the estimated time, and `max_tokens` does not
-    require it, the plan is that of `balance.dynamic`, which the caller may pass as `unsplit`. Raises a `UserError` if a
-    sequence is longer than `size` chunks of `max_tokens` tokens.
+    require it, the plan is that of `balance.dynamic`, which the caller may pass as `unsplit`. A sequence may have at
+    most `size * max_tokens` tokens.
     """
-    check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)
     best: Plan | None = None
     earliest = math.inf

@@ -4,14 +4,12 @@ The end times of ranks differ by up to one microbatch, so the last microbatches 
 has a constant cost, so there should be few microbatches. Therefore, most packings consist of a few large microbatches
 per rank and a tail of small microbatches with the shortest sequences, as in factoring (Hummel, Schonberg and Flynn,
 "Factoring: a method for scheduling parallel loops", 1992). Of several packings, the one with the earliest end, averaged
-over equal and different rank speeds (`SPREADS`), is used.
-
-Every process computes the same packing: decisions depend only on comparisons, sums in a fixed order and `math.fsum`.
+over equal and different rank speeds (`SPREADS`), is used. Decisions depend only on comparisons, sums in a fixed order
+and `math.fsum`, so every process computes the same packing.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +45,7 @@ def pack_pool(
     best: list[SequenceIndices] = []
     earliest = math.inf
     each = costs.tolist()
-    for bins in _PoolPacker(lengths, costs, max_tokens).candidates(size):
+    for bins in _candidates(lengths, costs, max_tokens, size):
         totals = _sums(each, bins)
         order = sorted(range(len(bins)), key=lambda i: (-totals[i], min(bins[i])))
         work = [constant + totals[i] for i in order]
@@ -66,8 +64,7 @@ def makespan(
     """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in the given order.
 
     `work` contains the cost of each item, float64 [n]. Costs are multiplied by factors from `1 - spread` on the first
-    of `size` ranks to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim
-    items, float64 [size]; None if all ranks start at 0.
+    of `size` ranks to `1 + spread` on the last. For `available_at`, see `pack_pool`, which has one for each spread.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)
@@ -89,42 +86,36 @@ def _sums(values: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]
     return [math.fsum([values[i] for i in indices]) for indices in bins]
 
 
-@dataclass(frozen=True)
-class _PoolPacker:
-    """Packer that puts the sequences of a minibatch into bins of at most `max_tokens` tokens."""
+def _candidates(
+    lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], max_tokens: int, size: int
+) -> Iterator[list[list[int]]]:
+    """Yield different packings for `size` ranks, as the positions of the sequences in each bin."""
 
-    lengths: npt.NDArray[np.int64]
-    costs: npt.NDArray[np.float64]
-    max_tokens: int
+    def pack(part: list[int], max_cost: float) -> list[list[int]]:
+        return [[part[i] for i in indices] for indices in even_fit(lengths[part], costs[part], max_tokens, max_cost)]
 
-    def candidates(self, size: int) -> Iterator[list[list[int]]]:
-        """Yield different packings for `size` ranks, as the positions of the sequences in each bin."""
-        rising = argsort_descending(self.costs)[::-1]
-        up_to = np.cumsum(self.costs[rising])
-        minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))
-        for tail in TAIL_SHARES:
-            num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
-            small, large = rising[:num_small][::-1], rising[num_small:][::-1]
-            if not large:
-                continue
-            for per_rank in sorted({max(minimum, target) for target in PER_RANK}):
-                heads = self._pack_evenly(large, size * per_rank)
-                if not num_small:
-                    yield heads
-                    continue
-                max_cost = max(_sums(self.costs.tolist(), heads))
-                for fraction in TAIL_RATIOS:
-                    yield heads + self._pack(small, max_cost / fraction)
-
-    def _pack_evenly(self, part: list[int], count: int) -> list[list[int]]:
+    def pack_evenly(part: list[int], count: int) -> list[list[int]]:
         """Pack some sequences into about `count` bins of about equal cost, or into more if `max_tokens` requires it."""
-        costs = self.costs[part].tolist()
+        part_costs = costs[part].tolist()
         if len(part) < min(MANY_PER_MICROBATCH * count, MANY):
-            bins = [[part[i] for i in indices] for indices in partition(costs, count) if indices]
-            if max(_sums(self.lengths.tolist(), bins)) <= self.max_tokens:
+            bins = [[part[i] for i in indices] for indices in partition(part_costs, count) if indices]
+            if max(_sums(lengths.tolist(), bins)) <= max_tokens:
                 return bins
-        return self._pack(part, math.fsum(costs) / count)
+        return pack(part, math.fsum(part_costs) / count)
 
-    def _pack(self, part: list[int], max_cost: float) -> list[list[int]]:
-        bins = even_fit(self.lengths[part], self.costs[part], self.max_tokens, max_cost)
-        return [[part[i] for i in indices] for indices in bins]
+    rising = argsort_descending(costs)[::-1]
+    up_to = np.cumsum(costs[rising])
+    minimum = -(-int(lengths.sum()) // (size * max_tokens))
+    for tail in TAIL_SHARES:
+        num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
+        small, large = rising[:num_small][::-1], rising[num_small:][::-1]
+        if not large:
+            continue
+        for per_rank in sorted({max(minimum, target) for target in PER_RANK}):
+            heads = pack_evenly(large, size * per_rank)
+            if not num_small:
+                yield heads
+                continue
+            max_cost = max(_sums(costs.tolist(), heads))
+            for fraction in TAIL_RATIOS:
+                yield heads + pack(small, max_cost / fraction)

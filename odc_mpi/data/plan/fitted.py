@@ -50,19 +50,17 @@ class FittedCostModel:
     rank's median ratio of time to cost. Ranks may have different speeds. Until there is enough data, the cost model is
     `prior`, in any unit. If the data does not determine the coefficients, for example because all lengths are equal,
     their ratios are those in `prior`.
+
+    Attributes:
+        cost: Current cost model, the same on all ranks: first the prior, then a fit in seconds on a rank of mean speed.
     """
 
     def __init__(self, prior: CostModel) -> None:
-        self._prior = self._cost = prior
+        self._prior = self.cost = prior
         self._observations: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)  # tokens, squares, seconds
         self._new: list[tuple[float, float, float]] = []
         self._new_chunks: list[tuple[int, int, float]] = []  # begin, end, seconds
         self._rows: ReportRows = np.zeros((0, ROW_LENGTH))
-
-    @property
-    def cost(self) -> CostModel:
-        """Current cost model, the same on all ranks: first the prior, then a fit in seconds on a rank of mean speed."""
-        return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
         """Record the time that this rank took for a microbatch whose sequences have these lengths in tokens, [n].
@@ -87,7 +85,7 @@ class FittedCostModel:
         """Return this rank's row: sums over its observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         if self._observations:  # else the speed of this rank is unknown
-            usual = self._usual()
+            usual = float(np.median([time / self._estimate(*features) for *features, time in self._observations]))
             for tokens, squares, seconds in self._new:
                 # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
                 # is longer. Thus, an outlier of 100 times the expected time has a weight of 1 / 10,000.
@@ -97,8 +95,8 @@ class FittedCostModel:
                 row[6:9] += [feature * time for feature in features]
                 row[9] += 1.0
             for begin, end, seconds in self._new_chunks:
-                part = usual * replace(self._cost, chunk_factor=1.0).chunk(begin, end)
-                factor = (seconds - usual * self._cost.constant) / part if part > 0 else 1.0
+                part = usual * replace(self.cost, chunk_factor=1.0).chunk(begin, end)
+                factor = (seconds - usual * self.cost.constant) / part if part > 0 else 1.0
                 row[10:] += [min(max(factor, 0.0), MAX_CHUNK_FACTOR), 1.0]
         self._new.clear()
         self._new_chunks.clear()
@@ -108,21 +106,22 @@ class FittedCostModel:
         """Fit the cost model to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed earlier rows."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
-        if len(self._rows) != len(rows):
-            self._rows = self._spread(len(rows))
+        if len(self._rows) != len(rows):  # another number of ranks: equal shares of the sum, scaled to mean speed
+            total = _at_mean_speed(self._rows, _numbers(self.cost)).sum(axis=0) if len(self._rows) else 0.0
+            self._rows = np.zeros(rows.shape) + total / len(rows)
         self._rows = self._rows * DECAY + rows
         if math.fsum(self._rows[:, 9].tolist()) >= MIN_OBSERVATIONS:
-            self._cost = _fit(self._rows, self._cost, self._prior)
+            self.cost = _fit(self._rows, self.cost, self._prior)
         self._fit_chunks()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the fit as floats and lists. The state is the same on every rank."""
-        return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
+        return {"cost": _numbers(self.cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the fit from `state_dict()` on any number of ranks, and drop this rank's observations."""
         constant, linear, quadratic = state["cost"]
-        self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
+        self.cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
         self._fit_chunks()
         self._observations.clear()
@@ -134,23 +133,12 @@ class FittedCostModel:
         total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
         if count > 0:
             factor = (PRIOR_CHUNKS * self._prior.chunk_factor + total) / (PRIOR_CHUNKS + count)
-            self._cost = replace(self._cost, chunk_factor=max(1.0, factor))
-
-    def _usual(self) -> float:
-        """Return the median ratio of time to cost over this rank's latest microbatches."""
-        return float(
-            np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._observations])
-        )
+            self.cost = replace(self.cost, chunk_factor=max(1.0, factor))
 
     def _estimate(self, tokens: float, squares: float) -> float:
-        cost = self._cost
+        cost = self.cost
         estimate = cost.constant + cost.linear * tokens + cost.quadratic * squares
         return estimate if estimate > 0 else 1.0
-
-    def _spread(self, size: int) -> ReportRows:
-        """Return rows for another number of ranks: equal shares of the sum of all rows, scaled to mean speed."""
-        total = _at_mean_speed(self._rows, _numbers(self._cost)).sum(axis=0) if len(self._rows) else 0.0
-        return np.zeros((size, ROW_LENGTH)) + total / size
 
 
 def _numbers(cost: CostModel) -> _Vector:

@@ -26,9 +26,9 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     """Split items into `size` parts of nearly equal cost using the largest differencing method.
 
     The method is that of Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD
-    82/113, 1982), for any number of parts. Initially, each item has its own split of `size` bins: one contains the
-    item, and the others are empty. The method repeatedly joins the two splits whose largest and smallest bins differ
-    most, until one split is left. A join merges the largest bins of one split with the smallest bins of the other.
+    82/113, 1982), for any number of parts. Initially, each item has its own split of `size` bins, of which only one is
+    not empty. The method repeatedly joins the two splits whose largest and smallest bins differ most, until one split
+    is left. A join merges the largest bins of one split with the smallest bins of the other.
 
     Costs must be at least 0. Returns the sorted indices of the items in each part, with the costliest part first.
     """
@@ -46,9 +46,8 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     that are neighbors when sorted by cost, one per bin; the cheapest split is padded with items of cost 0. A join
     merges each bin of one split with one bin of the other.
 
-    Since this gives each part one of the `size` costliest items, items of the costliest and the cheapest part are then
-    swapped. For 256 log-normal costs in 8 parts, these swaps reduce the excess of the costliest part over the mean from
-    9% to less than 0.1%.
+    Items of the costliest and the cheapest part are then swapped. For 256 log-normal costs in 8 parts, this reduces the
+    excess of the costliest part over the mean from 9% to less than 0.1%.
     """
     num_items = len(costs)
     order = argsort_descending(np.asarray(costs, dtype=np.float64))

@@ -35,15 +35,14 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
 
         total = max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
-            numbers = list(range(done + 1, done + batch.num_rows + 1))
             # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
             no_times = [i for i, field in enumerate(batch.schema) if not is_temporal(field.type)]
             try:
                 rows = [_without_nulls(row) for row in batch.select(no_times).to_pylist()]
             except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
-                place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
+                place = f"{path}, rows {done + 1} to {done + batch.num_rows}"
                 raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
-            yield Block(str(path), "row", numbers, rows)
+            yield Block(str(path), "row", list(enumerate(rows, done + 1)))
             done += batch.num_rows
             on_bytes_read(size * batch.num_rows // total)
 
@@ -136,7 +135,7 @@ def read_rows(name: str, dataset: Any, on_bytes_read: Callable[[int], None], num
         except Exception as error:  # damaged files, missing libraries for nested media
             raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
         rows = [_without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
-        yield Block(name, "row", list(range(begin + 1, begin + len(rows) + 1)), rows)
+        yield Block(name, "row", list(enumerate(rows, begin + 1)))
         on_bytes_read(num_bytes * len(rows) // len(dataset))
 
 

@@ -49,27 +49,25 @@ class Block:
 
     Attributes:
         name: Path of the file, or name of the data set.
-        unit: Unit of `numbers`, such as "row".
-        numbers: Number of each record in the file or data set, counted from 1.
-        values: For each record, its parsed value, its unparsed line of JSON, or an error if the record is invalid.
+        unit: Unit in which records are numbered, such as "row".
+        items: For each record, its number, counted from 1, and its parsed value, its unparsed line of JSON, or an error
+            if the record is invalid.
     """
 
     name: str
     unit: str
-    numbers: list[int]
-    values: list[Any]
+    items: list[tuple[int, Any]]
 
     def select(self, selection: Iterator[bool]) -> "Block":
         """Return the records for which `selection` yields True."""
-        chosen = [i for i in range(len(self.values)) if next(selection, False)]
-        return Block(self.name, self.unit, [self.numbers[i] for i in chosen], [self.values[i] for i in chosen])
+        return Block(self.name, self.unit, [item for item in self.items if next(selection, False)])
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield the location of each record, and a function that returns the record.
 
         The function raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
         """
-        for number, value in zip(self.numbers, self.values, strict=True):
+        for number, value in self.items:
             location = f"{self.name}, {self.unit} {number}"
             yield location, partial(_to_record, value, location)
 
@@ -77,21 +75,14 @@ class Block:
 def _to_record(value: Any, location: str) -> dict[str, Any]:
     if isinstance(value, InvalidRecordError):
         raise InvalidRecordError(f"{location}: {value}")
-    if isinstance(value, bytes):
-        value = _parse_json(value, location)
+    try:
+        value = json.loads(value.decode("utf-8")) if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        problem = f"UTF-8, got byte 0x{error.object[error.start]:02x} at {error.start}"
+        raise InvalidRecordError(f"{location}: expected {problem}") from error
+    except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, lists nested thousands deep
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({reason})") from error
     if not isinstance(value, dict):
         raise InvalidRecordError(f"{location}: expected a JSON object, got {json_kind(value)}")
     return value
-
-
-def _parse_json(line: bytes, location: str) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        problem = f"UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
-        raise InvalidRecordError(f"{location}: expected {problem}") from error
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({reason})") from error
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error

@@ -4,7 +4,6 @@ import codecs
 import csv
 import importlib
 import io
-import itertools
 import json
 import re
 import sys
@@ -41,9 +40,6 @@ _READ_CHARS = 1 << 20  # of an array at a time
 #: If decoding fails within this number of characters of the end of the buffer, the value may be incomplete: `-Infinit`.
 _INCOMPLETE_CHARS = 12
 _SPACE = re.compile(r"[ \t\n\r]*")
-#: Beginning of an object, with its first key.
-_OPENING = re.compile(r'\{\s*("[^"\\]*")\s*:')
-_MAX_OPENING_CHARS = 1000
 _SHOWN_CHARS = 30  # of invalid text
 _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bracket must not load the complete file
 
@@ -65,16 +61,16 @@ def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
     unit, items = _open(path, on_bytes_read)
-    block, num_chars = Block(str(path), unit, [], []), 0
+    records: list[tuple[int, Any]] = []
+    num_chars = 0
     for number, value, size in items:
-        block.numbers.append(number)
-        block.values.append(value)
+        records.append((number, value))
         num_chars += size
-        if num_chars >= _BLOCK_CHARS or len(block.values) >= _BLOCK_RECORDS:
-            yield block
-            block, num_chars = Block(str(path), unit, [], []), 0
-    if block.values:
-        yield block
+        if num_chars >= _BLOCK_CHARS or len(records) >= _BLOCK_RECORDS:
+            yield Block(str(path), unit, records)
+            records, num_chars = [], 0
+    if records:
+        yield Block(str(path), unit, records)
 
 
 def count_records(path: Path) -> int:
@@ -181,82 +177,30 @@ def _rows(stream: TextIO, delimiter: str) -> _Items:
 
 
 def _elements(stream: TextIO) -> _Items:
-    """Yield each element of a JSON array. Invalid text up to the next element is replaced by an error."""
+    """Yield each element of a JSON array as soon as it is complete."""
     array = _JsonArray(stream)
-    for number in itertools.count(1):
-        try:
-            value, num_chars = array.next_element()
-        except StopIteration:
-            return
-        except ValueError as error:
-            value, num_chars = InvalidRecordError(array.skip_invalid(error)), 0
-        yield number, value, num_chars
+    array.take("[")
+    number = 0
+    while array.peek() != "]":
+        if number:
+            array.take(",")
+        number += 1
+        yield number, *array.decode()
+    array.take("]")
+    array.take("")
 
 
 class _JsonArray:
-    """JSON array in a text stream. Elements are decoded as soon as they are complete."""
+    """JSON array in a text stream, which is read in parts. The methods raise a `ValueError` for invalid text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._text, self._position = "", 0
         self._offset = 0  # of `_text` in the file, in characters
         self._raw_decode = json.JSONDecoder().raw_decode
-        self._is_after_element = False
-        self._first_key = ""  # of the last element, with its quotes
-        self._take("[")
 
-    def next_element(self) -> tuple[Any, int]:
-        """Return the next element and its number of characters.
-
-        Raises `StopIteration` after the array, or if the file ends before an element; `ValueError` for invalid text.
-        """
-        following = self._peek()
-        if following == "]":
-            self._is_after_element = True
-            self._take("]")
-            self._take("")
-        if following == "]" or not (following or self._is_after_element):
-            raise StopIteration
-        if self._is_after_element:
-            self._take(",")
-            self._is_after_element = False
-            self._peek()
-        value, end = self._decode()
-        begin, self._position = self._position, end
-        if opening := _OPENING.match(self._text, begin):
-            self._first_key = opening[1]
-        self._is_after_element = True
-        return value, end - begin
-
-    def skip_invalid(self, error: ValueError) -> str:
-        """Skip to the next object with the first key of the last or the invalid element. Returns an error message."""
-        place, reason = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (self._position, error)
-        found = self._text[place : place + _SHOWN_CHARS]
-        problem = f"invalid JSON ({reason}) at character {self._offset + place + 1:,}, {found!r}; "
-        own = None if self._is_after_element else _OPENING.match(self._text, self._position)
-        keys = "|".join(re.escape(key) for key in (self._first_key, own and own[1]) if key)
-        opening = re.compile(rf"\{{\s*({keys})\s*:") if keys else re.compile("(?!)")
-        begin = min(self._position + (not self._is_after_element), len(self._text))
-        self._is_after_element = False
-        while not (match := opening.search(self._text, begin)):
-            self._position = max(begin, len(self._text) - _MAX_OPENING_CHARS)
-            if not self._extend():
-                self._position = len(self._text)
-                return f"{problem}the rest of the file cannot be read"
-            begin = 0
-        self._position = match.start()
-        return f"{problem}the next element is at character {self._offset + self._position + 1:,}"
-
-    def _extend(self) -> bool:
-        """Read at least as much text as remains, so that few values are decoded twice. Returns False at the end."""
-        rest = self._text[self._position :]
-        if more := self._stream.read(max(_READ_CHARS, len(rest))):
-            self._offset += self._position
-            self._text, self._position = rest + more, 0
-        return bool(more)
-
-    def _peek(self) -> str:
-        """Return the next character that is not whitespace, or "" at the end."""
+    def peek(self) -> str:
+        """Return the next character that is not whitespace, or "" at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._position)
             assert match is not None
@@ -266,23 +210,38 @@ class _JsonArray:
             if not self._extend():
                 return ""
 
-    def _take(self, character: str) -> None:
-        """Skip a character ("" is the end of the file). Raises a `ValueError` if another character follows."""
-        found = self._peek()
+    def take(self, character: str) -> None:
+        """Skip a character, which must be the next one that is not whitespace. "" is the end of the file."""
+        found = self.peek()
         if found != character:
             expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
-            raise ValueError(f"expected {expected} in a JSON array, got {got}")
+            raise self._error(f"expected {expected} in a JSON array, got {got}", self._position)
         self._position += len(character)
 
-    def _decode(self) -> tuple[Any, int]:
-        """Return the value at the position, and the position of its end. Raises a `ValueError` if it is invalid."""
+    def decode(self) -> tuple[Any, int]:
+        """Return the next value and its number of characters, and skip it."""
+        self.peek()
         while True:
+            begin = self._position
             try:
-                value, end = self._raw_decode(self._text, self._position)
+                value, end = self._raw_decode(self._text, begin)
             except json.JSONDecodeError as error:
                 near_end = error.pos + _INCOMPLETE_CHARS > len(self._text) or error.msg.startswith("Unterminated")
-                if near_end and len(self._text) - self._position < _MAX_VALUE_CHARS and self._extend():
+                if near_end and len(self._text) - begin < _MAX_VALUE_CHARS and self._extend():
                     continue
-                raise
+                raise self._error(error.msg, error.pos) from error
             if end < len(self._text) or not self._extend():  # more digits of a number may follow
-                return value, min(end, len(self._text))
+                self._position = min(end, len(self._text))
+                return value, self._position - begin
+
+    def _extend(self) -> bool:
+        """Read at least as much text as remains, so that few values are decoded twice. Returns False at the end."""
+        rest = self._text[self._position :]
+        if more := self._stream.read(max(_READ_CHARS, len(rest))):
+            self._offset += self._position
+            self._text, self._position = rest + more, 0
+        return bool(more)
+
+    def _error(self, message: str, position: int) -> ValueError:
+        found = self._text[position : position + _SHOWN_CHARS]
+        return ValueError(f"{message} at character {self._offset + position + 1:,}, {found!r}")

@@ -1,13 +1,16 @@
 """Names and layouts of published weights, from the conversion mapping with which transformers loads and saves models.
 
 Published files may store the experts of a layer separately, use parameter names that differ from those in the module,
-or omit the prefix of the base model. The functions here convert only names and shapes, without reading weights.
+or omit the prefix of the base model. The conversions of transformers run unchanged on tensors without memory, which
+record where their elements are in the stored tensors. So no weights are read, and ranges can be read later.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
+import torch
 import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -17,9 +20,160 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from typing_extensions import Self, override
 
+from odc_mpi.checkpoint.index import Hyperslab, hyperslabs
 from odc_mpi.errors import UserError, one_line_message
-from odc_mpi.models.weights.placed_tensor import PlacedTensor
+from odc_mpi.shard.local_shards import WeightSource
+
+
+class Region(NamedTuple):
+    """Elements of a stored tensor that form a box of a placed tensor.
+
+    Attributes:
+        source: Name of the stored tensor.
+        view: View of the stored tensor on the meta device. Its strides and storage offset locate the elements.
+        start: Index of the first element of the box in the placed tensor.
+    """
+
+    source: str
+    view: torch.Tensor
+    start: tuple[int, ...]
+
+    def clip(self, box: Hyperslab) -> "Region | None":
+        """Return the intersection of this region and `box`, positioned relative to `box`, or None if it is empty."""
+        slices, start = [], []
+        for (low, high), first, size in zip(box, self.start, self.view.shape, strict=True):
+            begin, end = max(low, first), min(high, first + size)
+            if begin >= end:
+                return None
+            slices.append(slice(begin - first, end - first))
+            start.append(begin - low)
+        return Region(self.source, self.view[tuple(slices)], tuple(start))
+
+    def move(self, dim: int, distance: int) -> "Region":
+        """Return this region moved by `distance` along the dimension `dim`."""
+        start = list(self.start)
+        start[dim] += distance
+        return self._replace(start=tuple(start))
+
+    def drop(self, dim: int) -> "Region":
+        """Return this region without the dimension `dim`, whose size must be 1."""
+        return Region(self.source, self.view.squeeze(dim), (*self.start[:dim], *self.start[dim + 1 :]))
+
+    def read(self, source: WeightSource) -> torch.Tensor:
+        """Return the elements of this region, reading the smallest range of the stored tensor that contains them."""
+        shape, strides, first = self.view.shape, self.view.stride(), int(self.view.storage_offset())
+        last = first + sum(stride * (size - 1) for size, stride in zip(shape, strides, strict=True))
+        return source.read(self.source, first, last + 1).as_strided(shape, strides)
+
+
+class PlacedTensor(torch.Tensor):
+    """Tensor without memory whose elements are in regions of stored tensors. Create it with `of`."""
+
+    regions: list[Region]
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> Self:
+        """Create a placed tensor with the elements of the stored tensor `name`, whose shape is `shape`."""
+        stored = torch.empty(tuple(shape), device="meta")
+        placed = stored.as_subclass(cls)
+        placed.regions = [Region(name, stored, (0,) * stored.ndim)]
+        return placed
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        results = result if isinstance(result, list | tuple) else [result]
+        if not any(isinstance(item, torch.Tensor) for item in results):
+            return result  # a property, such as the shape
+        rearrange = _REARRANGE.get(func.__name__)
+        if rearrange is None:
+            raise NotImplementedError(f"{func.__name__} computes new values")
+        for item, regions in zip(results, rearrange(results, *args, **(kwargs or {})), strict=True):
+            item.regions = regions
+        return result
+
+    def read_range(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
+        """Read the elements `[start, stop)` of this flattened tensor from `source`, which reads the stored tensors."""
+        if start >= stop:
+            return torch.empty(0)
+        region = self.regions[0]
+        if region.view.shape == self.shape and region.view.is_contiguous():
+            offset = int(region.view.storage_offset())
+            return source.read(region.source, offset + start, offset + stop)
+        parts = [self._read_box(source, box).reshape(-1) for _, _, box in hyperslabs(self.shape, start, stop)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_box(self, source: WeightSource, box: Hyperslab) -> torch.Tensor:
+        regions = [part for region in self.regions if (part := region.clip(box))]
+        values = [region.read(source) for region in regions]
+        if len(regions) == 1:
+            return values[0]
+        merged = torch.empty([high - low for low, high in box], dtype=values[0].dtype)
+        for region, elements in zip(regions, values, strict=True):
+            sizes = zip(region.start, elements.shape, strict=True)
+            merged[tuple(slice(first, first + size) for first, size in sizes)] = elements
+        return merged
+
+
+def _stack(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
+    yield [
+        Region(region.source, region.view.unsqueeze(dim), (*region.start[:dim], index, *region.start[dim:]))
+        for index, tensor in enumerate(tensors)
+        for region in tensor.regions
+    ]
+
+
+def _cat(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
+    starts = accumulate((tensor.shape[dim] for tensor in tensors), initial=0)
+    yield [region.move(dim, start) for start, tensor in zip(starts, tensors, strict=False) for region in tensor.regions]
+
+
+def _narrow(tensor: PlacedTensor, dim: int, start: int, stop: int) -> list[Region]:
+    box = [(0, size) for size in tensor.shape]
+    box[dim] = (start, stop)
+    return [part for region in tensor.regions if (part := region.clip(tuple(box)))]
+
+
+def _split(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, _: Any, dim: int = 0) -> Iterator[list[Region]]:
+    stop = 0
+    for piece in pieces:
+        start, stop = stop, stop + piece.shape[dim]
+        yield _narrow(tensor, dim, start, stop)
+
+
+def _unbind(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, dim: int = 0) -> Iterator[list[Region]]:
+    for index in range(len(pieces)):
+        yield [region.drop(dim) for region in _narrow(tensor, dim, index, index + 1)]
+
+
+def _squeeze(_: Any, tensor: PlacedTensor, dim: int | None = None) -> Iterator[list[Region]]:
+    dims = range(tensor.ndim) if dim is None else [dim]  # None in transformers 5.13
+    regions = tensor.regions
+    for index in reversed([each for each in dims if tensor.shape[each] == 1]):
+        regions = [region.drop(index) for region in regions]
+    yield regions
+
+
+def _transpose(_: Any, tensor: PlacedTensor, dim0: int, dim1: int) -> Iterator[list[Region]]:
+    dims = list(range(tensor.ndim))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    yield [Region(r.source, r.view.permute(dims), tuple(r.start[dim] for dim in dims)) for r in tensor.regions]
+
+
+#: Functions that return the regions of each result of a torch function, keyed by the name of the torch function.
+_REARRANGE: dict[str, Callable[..., Iterator[list[Region]]]] = {
+    "stack": _stack,
+    "cat": _cat,
+    "chunk": _split,
+    "split": _split,
+    "unbind": _unbind,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "contiguous": lambda _, tensor: iter([tensor.regions]),
+}
 
 
 def loaded_tensors(

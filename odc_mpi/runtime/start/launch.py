@@ -78,23 +78,22 @@ class ChildResult:
     output_tail: str = ""
 
 
-def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
+def child_main(main: Callable[[Callable[[ChildMessage], None]], None]) -> None:
     """Run the main function of a child process that `run_in_child` started.
 
     An exception ends only this process: under some launchers, MPI_Abort would also end the parents, and the parent of
-    rank 0 still has to print the result. The arguments of `main` are the command-line arguments, and a function that
-    sends a message to the parent of rank 0, and does nothing on other ranks.
+    rank 0 still has to print the result. The argument of `main` is a function that sends a message to the parent of
+    rank 0, and does nothing on other ranks.
     """
-    *arguments, descriptor = sys.argv[1:]
     try:
-        with os.fdopen(int(descriptor), "w") as out:
+        with os.fdopen(int(sys.argv[-1]), "w") as out:
 
             def send(message: ChildMessage) -> None:
                 if launched_rank() == 0:
                     out.write(json.dumps(message) + "\n")
                     out.flush()
 
-            main(arguments, send)
+            main(send)
     except Exception as error:
         traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
         sys.stderr.flush()

@@ -41,12 +41,14 @@ class Unit:
     Attributes:
         name: Dotted name of the submodule; "" for the root.
         indices: Indices of the arrays in the transport.
+        is_root: True if this is the unit of the root module.
         ranges: For each parameter, by dotted name, the index of its array in `layouts` and its position in the array.
+        arrays: Full arrays while the unit is unsharded, otherwise empty.
         num_running_forwards: Number of running forward passes. While it is not 0, the unit is not resharded.
     """
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
-        self.name = name
+        self.name, self.is_root = name, name == ""
         self.layouts = tuple(layouts)
         self.indices = tuple(indices)
         self.ranges: dict[str, tuple[int, ParameterRange]] = {
@@ -55,14 +57,9 @@ class Unit:
         self.state = UnitState.SHARDED
         self.num_running_forwards = 0
         self._fetches: list[FetchWork] = []
-        self._arrays: list[torch.Tensor] = []
+        self.arrays: list[torch.Tensor] = []
         # The tensor shared by all aliases of a parameter, and its version at the fetch.
         self._aliases: dict[str, tuple[torch.Tensor, int]] = {}
-
-    @property
-    def is_root(self) -> bool:
-        """True if this is the unit of the root module."""
-        return self.name == ""
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
         """Start fetching the unit's arrays by calling `fetch` with the index of each array. One-sided.
@@ -78,13 +75,13 @@ class Unit:
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
-        self._arrays = [fetch.wait() for fetch in fetches]
+        self.arrays = [fetch.wait() for fetch in fetches]
         self.state = UnitState.UNSHARDED
 
     def reshard(self, transport: Transport) -> None:
         """Release the full parameters of an unsharded unit."""
         assert self.state is UnitState.UNSHARDED
-        arrays, self._arrays = self._arrays, []
+        arrays, self.arrays = self.arrays, []
         if transport.parameters.access is Access.COPY:
             self._aliases = {}  # they keep the buffer alive, whereas a view has the same address after the next fetch
         self.state = UnitState.SHARDED
@@ -101,14 +98,6 @@ class Unit:
         """Drop all references to the unit's memory. The unit must not be fetched again."""
         self._aliases = {}
 
-    def buffer_bytes(self) -> int:
-        """Return the size in bytes of an unsharded unit's arrays, including unused parts of their buffers."""
-        return sum(array.untyped_storage().nbytes() for array in self._arrays)
-
-    def storage_pointers(self) -> list[int]:
-        """Return the storage address of each array of an unsharded unit."""
-        return [array.untyped_storage().data_ptr() for array in self._arrays]
-
     def as_strided(
         self, i: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
@@ -116,14 +105,14 @@ class Unit:
 
         `offset` is in elements of `dtype`. To autograd, the tensor is not a view.
         """
-        storage = self._arrays[i].untyped_storage()
-        return torch.empty(0, dtype=dtype, device=self._arrays[i].device).set_(storage, offset, shape, stride)
+        storage = self.arrays[i].untyped_storage()
+        return torch.empty(0, dtype=dtype, device=self.arrays[i].device).set_(storage, offset, shape, stride)
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return the full parameter `name` of an unsharded unit, detached from autograd and not copied."""
         if name not in self._aliases:
             i, range_ = self.ranges[name]
-            array, shape = self._arrays[i], range_.spec.shape
+            array, shape = self.arrays[i], range_.spec.shape
             start = int(array.storage_offset()) + range_.start
             # Inference tensors have no version counter.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():

@@ -23,8 +23,7 @@ from odc_mpi.comm.work import FetchWork
 from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
-from odc_mpi.shard.step_phases import SpanRecorder
-from odc_mpi.shard.units.activity import ActivityReporter, in_backward
+from odc_mpi.shard.step_phases import ActivityReporter, SpanRecorder, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 
 #: Maximum number of unsharded units, not counting the root, units in a running forward and units within the cache: one
@@ -36,6 +35,7 @@ class UnshardedUnits:
     """Unsharded units of a model, fetched on demand or ahead of use. The least recently used one is resharded first.
 
     Args:
+        units: All units of the model.
         prefetch: Number of units to fetch ahead, on a separate thread if fetches call MPI. Ignored if fetches transfer
             no data or are collective, or if they need this thread but only one thread may call the transport.
 
@@ -47,7 +47,10 @@ class UnshardedUnits:
         reshard_forbidden: True while modules hold the tensors of the units (`modules.materialized_parameters`).
     """
 
-    def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter) -> None:
+    def __init__(
+        self, units: Sequence[Unit], transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter
+    ) -> None:
+        self.units = units
         self.cache = CacheBudget()
         self.activity = ActivityReporter(transport.group)
         self._transport, self._spans, self._traffic = transport, spans, traffic
@@ -115,13 +118,13 @@ class UnshardedUnits:
         self._latest = None
         self._predictor.reset_position()
 
-    def unshard_all(self, units: Sequence[Unit]) -> None:
+    def unshard_all(self) -> None:
         """Unshard all units if fetches transfer data. One-sided. All units but the root must fit into the cache."""
-        missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
+        missing = [unit for unit in self.units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit gets an overly large buffer, which would take up more of the budget.
             self.clear()
-            for unit in units:
+            for unit in self.units:
                 self.unshard(unit)
 
     def clear(self) -> None:
@@ -130,8 +133,13 @@ class UnshardedUnits:
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Reshard all units and increment `parameter_version`. One-sided. Call this before the parameters change."""
+        """Reshard all units, and make later uses of their parameters in autograd errors. One-sided.
+
+        Call this before the parameters change.
+        """
         self.reshard_all()
+        for unit in self.units:
+            unit.invalidate()
         self.parameter_version += 1
 
     def check_current(self, parameter_version: int) -> None:
@@ -152,6 +160,8 @@ class UnshardedUnits:
         for unit in list(self._held):
             self._discard(unit)  # without a check for changes, so that the windows can be freed in any case
         self.invalidate()
+        for unit in self.units:
+            unit.drop_aliases()
         self._is_closed = True
 
     def _check_fetch_allowed(self) -> None:
@@ -175,9 +185,10 @@ class UnshardedUnits:
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
-            # Resharding a view would free no memory.
-            self.cache.admit(unit, unit.buffer_bytes() if access is Access.COPY else 0)
-        self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
+            # Resharding a view would free no memory. A buffer may be larger than its array.
+            num_bytes = sum(array.untyped_storage().nbytes() for array in unit.arrays)
+            self.cache.admit(unit, num_bytes if access is Access.COPY else 0)
+        self._by_pointer |= {array.untyped_storage().data_ptr(): (unit, i) for i, array in enumerate(unit.arrays)}
 
     def _start(self, unit: Unit, fetch: Callable[[int], FetchWork]) -> None:
         unit.start_fetch(fetch)
@@ -221,8 +232,8 @@ class UnshardedUnits:
         if unit.state is UnitState.FETCHING:
             # The prediction was wrong. A buffer cannot be released while a fetch is filling it.
             self._complete(unit)
-        for pointer in unit.storage_pointers():
-            del self._by_pointer[pointer]
+        for array in unit.arrays:
+            del self._by_pointer[array.untyped_storage().data_ptr()]
         del self._held[unit]
         self.cache.discard(unit)
         unit.reshard(self._transport)
@@ -249,5 +260,5 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
             self._reshard(unit)
 
     @override
-    def unshard_all(self, units: Sequence[Unit]) -> None:
+    def unshard_all(self) -> None:
         raise UserError("unsharded(): expected one-sided fetches, got a model over collectives: shard it over windows")

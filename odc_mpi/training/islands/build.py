@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.comm.islands.islands import Islands
-from odc_mpi.islands.change_rule import ChangeRule
+from odc_mpi.islands.norms import ChangeRule
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import SummaryField
 from odc_mpi.runtime.world import World
@@ -19,6 +20,9 @@ from odc_mpi.training.islands.outer_loop import OuterLoop, merge_results
 from odc_mpi.training.islands.state import own_prefix
 from odc_mpi.training.rundir.resume import DeferredErrorWeights
 from odc_mpi.training.settings import Config
+
+#: Settings that are not arguments of `OuterLoop`. The others have the same names, except for a prefix `outer_`.
+_NO_OPTIONS = {"by", "mode", "sync_when", "change"}
 
 
 class OuterLoopCallback(Callback):
@@ -44,7 +48,7 @@ class OuterLoopCallback(Callback):
         weights = [0] * len(amounts) if step.metrics["skipped"] else amounts
         result = self.loop.step(weights, sync_all=self._has_changed(amounts))
         if step.number == self._num_steps:
-            result = merge_results([each for each in (result, self.loop.average()) if each])
+            result = merge_results([result, self.loop.average()])
         step.metrics |= result._asdict() if result else {"bytes_between_islands": 0.0, "island_wait_s": 0.0}
 
     def _has_changed(self, amounts: Sequence[int]) -> bool:
@@ -80,7 +84,10 @@ def make_islands(config: Config, world: World) -> Islands | None:
 
 
 def resume_weights(checkpoint: Checkpoint, base: WeightSource, islands: Islands | None) -> DeferredErrorWeights:
-    """Return a checkpoint's weights, with `base` for those it lacks. A separate island gets its own if saved."""
+    """Return a reader of a checkpoint's weights, and of `base` for those that the checkpoint lacks.
+
+    An island that trains separately reads its own parameters if the checkpoint has them.
+    """
     trains_apart = islands is not None and islands.mode == "outer"
     prefix = own_prefix(checkpoint.manifest, islands.index, islands.size) if islands and trains_apart else ""
     return DeferredErrorWeights(checkpoint, base, prefix)
@@ -89,20 +96,8 @@ def resume_weights(checkpoint: Checkpoint, base: WeightSource, islands: Islands 
 def build_outer_loop(config: Config, world: World, model: ShardedModel, islands: Islands) -> OuterLoopCallback:
     """Build the outer loop that the settings describe, and its callback. Collective."""
     settings = config.islands
-    loop = OuterLoop(
-        world,
-        model,
-        islands,
-        sync_every=settings.sync_every,
-        fragments=settings.fragments,
-        delay=settings.delay,
-        local_share=settings.local_share,
-        learning_rate=settings.outer_learning_rate,
-        momentum=settings.outer_momentum,
-        wire=settings.wire,
-        error_feedback=settings.error_feedback,
-        norm_limit=settings.norm_limit,
-    )
+    options = {key.removeprefix("outer_"): value for key, value in asdict(settings).items() if key not in _NO_OPTIONS}
+    loop = OuterLoop(world, model, islands, **options)
     rule = ChangeRule(islands.size, settings.change) if settings.sync_when == "change" else None
     return OuterLoopCallback(loop, model, config.run.steps, rule)
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.islands.islands import Islands
+from odc_mpi.comm.islands.outer_exchange import FragmentExchange, Received, SyncResult
 from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
-from odc_mpi.islands.fragments import ParameterSlice, Schedule, make_fragments
+from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.islands.fragment_exchange import FragmentExchange, Received, Sent, SyncResult
 from odc_mpi.training.islands.settings import check_schedule
 
 
@@ -43,7 +43,7 @@ class OuterLoop:
         learning_rate: Learning rate of the outer optimizer, SGD with Nesterov momentum.
         momentum: Momentum of the outer optimizer. 0 for none.
         wire: Encoding of the differences: "float32", "bfloat16", "int8" or "e3m0".
-        error_feedback: True to add what the encoding has lost to the next difference of the fragment.
+        error_feedback: True to add the rounding errors of the encoding to the next difference of the fragment.
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. With 0, only
             differences that are not finite are left out.
 
@@ -82,24 +82,22 @@ class OuterLoop:
             )
         slices = [each for each, _ in model.slices() if each.spec.requires_grad]
         self._names = [each.spec.name for each in slices]
-        own = [ParameterSlice(each.spec.name, each.spec.numel, each.start, each.stop) for each in slices]
-        encoding, self._fragments = make_encoding(wire), make_fragments(own, fragments)
+        self._fragments = make_fragments([(each.spec.numel, each.start, each.stop) for each in slices], fragments)
         self._optimizer = OuterOptimizer(
             model.shard_parameters(),
             self._fragments,
-            encoding,
+            make_encoding(wire),
             learning_rate=learning_rate,
             momentum=momentum,
             local_share=local_share,
             error_feedback=error_feedback,
         )
-        sizes = [encoding.num_bytes(part.num_elements) for part in self._fragments]
-        self._exchange = FragmentExchange(world, islands, self._optimizer, sizes, norm_limit)
+        self._exchange = FragmentExchange(world, islands, self._optimizer, norm_limit)
         self._num_steps = 0
         # Loss tokens or pairs of each island, and steps, since each fragment was last sent.
         self._amounts = np.zeros((fragments, islands.size))
         self._ages = np.zeros(fragments, dtype=np.int64)
-        self._in_flight: Sent | Received | None = None
+        self._received: Received | None = None
         # Loaded mean difference of the fragment in flight, with zeros outside the fragment.
         self._gradient: list[torch.Tensor] | None = None
 
@@ -109,7 +107,7 @@ class OuterLoop:
         Args:
             amounts: Number of loss tokens, or pairs, on which each island has trained in this step. Their sums since a
                 fragment was last sent weight the islands' differences.
-            sync_all: True to synchronize all fragments now, without delay, and to start the schedule again.
+            sync_all: True to synchronize all fragments now, without delay, and to restart the schedule.
 
         Returns:
             The result of the synchronizations, or None if there was none.
@@ -121,17 +119,17 @@ class OuterLoop:
         self._num_steps += 1
         self._ages += 1
         self._amounts += np.asarray(amounts, dtype=np.float64)
-        results: list[SyncResult] = []
+        results: list[SyncResult | None] = []
         if sync_all:
             self._num_steps = 0
-            results = [self._apply()] if self._in_flight else []
+            results.append(self._apply())
             for fragment in range(len(self._ages)):
                 self._send(fragment)
                 results.append(self._apply())
         else:
             if (due := self._schedule.to_send(self._num_steps)) is not None:
                 self._send(due)
-            if self._in_flight and self._schedule.to_apply(self._num_steps) is not None:
+            if self._schedule.to_apply(self._num_steps) is not None:
                 results.append(self._apply())
         return merge_results(results)
 
@@ -142,7 +140,7 @@ class OuterLoop:
         first. Fragments that the last `step` has synchronized are left as they are. The outer optimizer is not used,
         because its momentum is meant for the differences of `sync_every` steps.
         """
-        results = [self._apply()] if self._in_flight else []
+        results = [self._apply()]
         for fragment in np.flatnonzero(self._ages).tolist():
             self._send(fragment)
             results.append(self._apply(average=True))
@@ -150,8 +148,7 @@ class OuterLoop:
 
     def receive(self) -> None:
         """Wait for the fragment in flight, if any, so that `shared_tensors` contains it. Collective."""
-        if isinstance(self._in_flight, Sent):
-            self._in_flight = self._exchange.receive(self._in_flight)
+        self._received = self._received or self._exchange.receive()
 
     def close(self) -> None:
         """Free the communicator. Collective. Idempotent. Call this before the model is closed."""
@@ -177,20 +174,21 @@ class OuterLoop:
 
     def _send(self, fragment: int) -> None:
         with self._model.spans.span("outer_sync"):
-            self._in_flight = self._exchange.send(fragment, self._amounts[fragment].tolist(), int(self._ages[fragment]))
+            self._exchange.send(fragment, self._amounts[fragment].tolist(), int(self._ages[fragment]))
         self._amounts[fragment], self._ages[fragment] = 0.0, 0
 
-    def _apply(self, *, average: bool = False) -> SyncResult:
+    def _apply(self, *, average: bool = False) -> SyncResult | None:
+        """Apply the fragment in flight, if any. Collective."""
         with self._model.spans.span("outer_sync"):
             self.receive()
-            received = self._in_flight
-            assert isinstance(received, Received)
+            received, self._received = self._received, None
+            if received is None:
+                return None
             if average and received.mean is not None:
                 self._optimizer.average(received.fragment, received.mean)
             else:
                 was_left_out = self.index in received.left_out
                 self._optimizer.apply(received.fragment, received.mean, keep_local=not was_left_out)
-        self._in_flight = None
         return received.result
 
     def shared_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -200,9 +198,9 @@ class OuterLoop:
         of the fragment in flight ("outer/gradient"), if any. Call `receive` before.
         """
         tensors = {"model": self._optimizer.outer, "outer/momentum_buffer": self._optimizer.velocities}
-        if isinstance(self._in_flight, Received) and self._in_flight.mean is not None:
+        if self._received and self._received.mean is not None:
             tensors["outer/gradient"] = [torch.zeros_like(each) for each in self._optimizer.outer]
-            self._fragments[self._in_flight.fragment].write(self._in_flight.mean, tensors["outer/gradient"])
+            self._fragments[self._received.fragment].write(self._received.mean, tensors["outer/gradient"])
         return {kind: self._by_name(slices) for kind, slices in tensors.items()}
 
     def island_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -215,28 +213,23 @@ class OuterLoop:
 
         `read` returns this rank's slice of a tensor, given its kind and the parameter's name, or None if it is missing.
         """
-
-        def read_all(kind: str, targets: Sequence[torch.Tensor]) -> bool:
-            found = [(target, read(kind, name)) for name, target in zip(self._names, targets, strict=True)]
-            for target, value in found:
-                if value is not None:
+        optimizer, gradient = self._optimizer, [torch.zeros_like(each) for each in self._optimizer.outer]
+        tensors = {"model": optimizer.outer, "outer/momentum_buffer": optimizer.velocities, "outer/gradient": gradient}
+        if optimizer.residuals is not None:
+            tensors["residual"] = optimizer.residuals
+        self._gradient = None
+        for kind, targets in tensors.items():
+            for name, target in zip(self._names, targets, strict=True):
+                if (value := read(kind, name)) is not None:
                     target.copy_(value)
-            return any(value is not None for _, value in found)
-
-        read_all("model", self._optimizer.outer)
-        read_all("outer/momentum_buffer", self._optimizer.velocities)
-        if self._optimizer.residuals is not None:
-            read_all("residual", self._optimizer.residuals)
-        gradient = [torch.zeros_like(each) for each in self._optimizer.outer]
-        self._gradient = gradient if read_all("outer/gradient", gradient) else None
+                    self._gradient = gradient if targets is gradient else self._gradient
 
     def _by_name(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(self._names, slices, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state, which is equal on all ranks. Call `receive` before."""
-        received = self._in_flight
-        assert not isinstance(received, Sent)
+        received = self._received
         return {
             "schedule": asdict(self._schedule),
             "num_steps": self._num_steps,
@@ -247,7 +240,7 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, after the tensors.
+        """Restore the state that `state_dict` returned. Call `load_tensors` first.
 
         With another schedule, a new one starts. With another number of islands, all start from the outer parameters.
         """
@@ -263,12 +256,13 @@ class OuterLoop:
             fragment, left_out, result = state["in_flight"]
             mean = self._fragments[fragment].read(gradient) if gradient else None
             left_out = left_out if amounts.shape == self._amounts.shape else []
-            self._in_flight = Received(fragment, mean, left_out, SyncResult(*result))
+            self._received = Received(fragment, mean, left_out, SyncResult(*result))
 
 
-def merge_results(results: Sequence[SyncResult]) -> SyncResult | None:
+def merge_results(results: Sequence[SyncResult | None]) -> SyncResult | None:
     """Return the result of all synchronizations after a step, or None if there are none."""
-    if len(results) < 2:
-        return results[0] if results else None
-    norms, cosines, left_out, num_bytes, waits = zip(*results, strict=True)
+    found = [each for each in results if each]
+    if len(found) < 2:
+        return found[0] if found else None
+    norms, cosines, left_out, num_bytes, waits = zip(*found, strict=True)
     return SyncResult(math.hypot(*norms), sum(cosines) / len(cosines), sum(left_out), sum(num_bytes), sum(waits))

@@ -25,7 +25,7 @@ from typing_extensions import override
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.training.objectives.pairs import PairScorer, PairScores
 from odc_mpi.training.pairs.settings import DPOConfig
 

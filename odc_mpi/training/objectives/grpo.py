@@ -18,7 +18,7 @@ import torch
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.shard import model as sharded

@@ -13,8 +13,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
-from odc_mpi.training.objectives.pairs import PairObjective
-from odc_mpi.training.objectives.reward import RewardScorer
+from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
 from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config

@@ -32,7 +32,7 @@ NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Computes the log-probabilities of answers under the reference model, or loads them. Must precede evaluators.
+    """Computes or loads the log-probabilities of answers under the reference model. Evaluators must be called later.
 
     Args:
         passes: Forward pass and function of the needed pairs, for the training data and for the held-out data, if any.

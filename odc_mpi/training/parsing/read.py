@@ -5,7 +5,7 @@ reports all wrong names.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from odc_mpi import yaml_dialect as dialect
@@ -46,10 +46,10 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads the values of `settings`. `reasons` maps settings to functions that explain why a value is invalid."""
+    """Reads the values of `settings`."""
 
-    def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
-        self._settings, self._reasons = settings, reasons
+    def __init__(self, settings: Mapping[str, Setting]) -> None:
+        self._settings = settings
         self._sections = list(dict.fromkeys(name.partition(".")[0] for name in settings))
         leaves = [name.partition(".")[2] for name in settings]
         own = {leaf: name for leaf, name in zip(leaves, settings, strict=True) if leaves.count(leaf) == 1}
@@ -148,8 +148,7 @@ class Reader:
             return
         setting, leaf = self._settings[name], item.name.replace("-", "_").rpartition(".")[2]
         value = aliases.convert(leaf, self._parse(item, leaf, setting))
-        label = f"{item.source}: {name}"
-        values[name] = validate_value(label, setting.type, setting.checks, value, self._reasons.get(name))
+        values[name] = validate_value(f"{item.source}: {name}", setting, value)
 
     def _parse(self, item: _Given, leaf: str, setting: Setting) -> Any:
         if item.words is None:

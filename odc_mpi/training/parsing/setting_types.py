@@ -3,7 +3,7 @@
 import json
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
@@ -36,12 +36,16 @@ class Check(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A setting, which is a field of a section, with its type, help text, checks and default value."""
+    """A setting, which is a field of a section, with its type, help text, checks and default value.
+
+    `explain` returns text that is appended to the error for a value of a wrong type; None means none.
+    """
 
     type: Any
     help: str
     checks: list[Check]
     default: Any
+    explain: Callable[[Any], str] | None = None
 
 
 POSITIVE = Check("above 0", lambda value: value > 0)
@@ -51,15 +55,12 @@ NAMES = Check("each not empty", lambda value: value != "" and all(isinstance(nam
 NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_valid(value))
 
 
-def validate_value(
-    name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
-) -> Any:
-    """Check a value read from YAML, and return it converted to `hint`, the type of its setting.
+def validate_value(name: str, setting: Setting, value: Any) -> Any:
+    """Check a value read from YAML, and return it converted to the type of its setting.
 
-    Raises `UserError` if a check fails or the type is wrong. The message begins with `name` and, for a wrong type, ends
-    with the text that `explain` returns for the value.
+    Raises `UserError`, with a message that begins with `name`, if a check fails or the type is wrong.
     """
-    members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
+    members, expected = union_members(setting.type), f"{name}: expected {type_name(setting.type)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
         # A list without brackets: one item, or several with commas. In a list of numbers, all items must be numbers.
         names = [name.strip() for name in value.split(",")]
@@ -68,10 +69,10 @@ def validate_value(
         value = next((found for kind, found in lists.items() if kind in members and _fits(found, kind)), value)
     if not any(_fits(value, kind) for kind in members):
         remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
-        raise UserError(f"{expected}, got {format_value(value)}{explain(value) if explain else remedy}")
+        raise UserError(f"{expected}, got {format_value(value)}{setting.explain(value) if setting.explain else remedy}")
     if isinstance(value, str) and not is_utf8(value):
         raise UserError(f"{expected} in UTF-8, without NUL, got {format_value(value)}")
-    for check in checks:
+    for check in setting.checks:
         if value is not None and not check.is_valid(value):
             raise UserError(f"{expected}, {check.description}, got {format_value(value)}")
     if Size in members and isinstance(value, str):

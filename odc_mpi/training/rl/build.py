@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ import torch
 from odc_mpi.api import shard_model
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import warn
-from odc_mpi.models.logps.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.probe.decision import Decision
 from odc_mpi.rollout.groups import RolloutMicrobatch
-from odc_mpi.rollout.rewards import load_reward_functions
+from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs, build_model
@@ -31,7 +32,11 @@ def build_grpo(
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
     specs = rl.reward_funcs
-    reward_functions = world.run_on_all(lambda: load_reward_functions(specs, rl.reward_weights, model.device))
+    functions = world.run_on_all(lambda: load_reward_functions(specs, rl.reward_weights, model.device))
+    rewards_of = partial(
+        compute_rewards, functions, rank=world.rank, timeout_s=rl.reward_timeout_s, skip=rl.skip_failed_rewards
+    )
+    names = [function.name for function in functions]
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(
             f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "
@@ -40,10 +45,10 @@ def build_grpo(
     model.eval()  # with dropout, the trained policy would differ from the one that generates
     reference_logps = make_reference_logps(config, world, model, decision) if rl.beta else None
     packs = inputs.model.packing.packs
-    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, reward_functions, packs)
+    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, names, rewards_of, packs)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
-        callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, reward_functions))
+        callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, rewards_of))
     num_groups = config.data.minibatch_sequences // rl.num_generations
     return source, GRPOObjective(model.module, rl, num_groups, reference_logps), callbacks
 

@@ -11,12 +11,11 @@ from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.builtin_rewards import exact_match
-from odc_mpi.rollout.rewards import RewardFunction, compute_rewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import PeriodicEvaluator
-from odc_mpi.training.rl.prompts import PromptCodec, longest_first_batches
+from odc_mpi.training.rl.prompts import PromptCodec, RewardsFn, longest_first_batches
 from odc_mpi.training.settings import Config
 
 #: Number of ranks that an exact run assumes for its batch sizes, so that they do not depend on the actual number.
@@ -41,11 +40,11 @@ class RewardEvaluator(PeriodicEvaluator):
         world: World,
         model: ShardedModel,
         prompts: PromptDataset,
-        reward_functions: list[RewardFunction],
+        rewards_of: RewardsFn,
     ) -> None:
         super().__init__(config.run, model)
         self._rl, self._world = config.rl, world
-        self._prompts, self._reward_functions = prompts, reward_functions
+        self._prompts, self._rewards_of = prompts, rewards_of
         self._codec, self._tickets = PromptCodec(prompts), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
         shares = _EXACT_SHARES if config.run.exact else world.size
@@ -54,7 +53,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the mean reward, exact match and completion length, each None without values. Collective."""
+        """Return the mean reward, exact match and length, each None if no completion has one. Collective."""
         sampling = RolloutSamplingParams(1, self._rl.max_completion_length, temperature=0.0)
         results: list[tuple[int, float, float, int]] = []
         with self._model.activity("evaluating") as self._note, unsharded_if_fits(self._model):
@@ -67,12 +66,9 @@ class RewardEvaluator(PeriodicEvaluator):
 
                 sample(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
         # In the order of the prompts, so that sums do not depend on which rank generated what.
-        all_results = sorted(itertools.chain.from_iterable(self._world.gather_objects(results)))
+        _, *columns = np.array(sorted(itertools.chain.from_iterable(self._world.gather_objects(results)))).T
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
-        rewards, matches, lengths = (
-            np.array([result[i] for result in all_results], dtype=np.float64) for i in (1, 2, 3)
-        )
-        return {"eval_reward": _mean(rewards), "eval_exact_match": _mean(matches), "eval_mean_length": _mean(lengths)}
+        return dict(zip(("eval_reward", "eval_exact_match", "eval_mean_length"), map(_mean, columns), strict=True))
 
     def _report_token(self, token: int) -> None:
         self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")
@@ -82,16 +78,8 @@ class RewardEvaluator(PeriodicEvaluator):
         record = self._prompts[index]
         reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
         self._note(f"computing rewards of prompt {index}")
-        group_rewards = compute_rewards(
-            self._reward_functions,
-            reward_kwargs,
-            index,
-            self._world.rank,
-            timeout_s=self._rl.reward_timeout_s,
-            skip=self._rl.skip_failed_rewards,
-        )
-        match = exact_match(**reward_kwargs)[0]
-        return index, float(group_rewards.rewards[0]), np.nan if match is None else match, len(completions.tokens[0])
+        [reward], [match] = self._rewards_of(reward_kwargs, index).rewards, exact_match(**reward_kwargs)
+        return index, float(reward), np.nan if match is None else match, len(completions.tokens[0])
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -15,8 +15,7 @@ from odc_mpi.shard import model as sharded
 #: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
-    *("groups", "equal_groups", "failed_rewards"),
-    *("generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
+    *("equal_groups", "failed_rewards", "generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
     *("groups_claimed_from_other_ranks", "groups_not_stored"),
 )
 
@@ -37,11 +36,11 @@ class RolloutMetrics:
 
     def reset(self) -> None:
         """Reset all values for the next step."""
-        self._values = dict.fromkeys(self.gathered_names, 0.0) | {"shortest": np.inf}
+        self.values = dict.fromkeys(self.gathered_names, 0.0) | {"shortest": np.inf}
 
     def add(self, name: str, value: float = 1.0) -> None:
         """Add `value` to this rank's count or duration `name`."""
-        self._values[name] += value
+        self.values[name] += value
 
     def add_group(
         self,
@@ -59,35 +58,22 @@ class RolloutMetrics:
             "loss_tokens": lengths[~excluded].sum(),
             "truncated": len(lengths) - sum(completions.stopped),
             "rewarded": len(rewards),
-            "groups": 1,
             "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
             "failed_rewards": group_rewards.num_failed,
             "groups_generated": 1,
-        }
-        summed = {
-            "length": lengths.mean(),
-            "entropy": completions.entropy,
-            "reward": rewards.sum(),
-            "squared_reward": (rewards**2).sum(),
+            f"length_{position}": lengths.mean(),
+            f"entropy_{position}": completions.entropy,
+            f"reward_{position}": rewards.sum(),
+            f"squared_reward_{position}": (rewards**2).sum(),
         }
         for i, values in enumerate(group_rewards.per_function):
             valid = values[~np.isnan(values)]
             added[f"function_{i}_count"] = len(valid)
-            summed[f"function_{i}_sum"] = valid.sum()
+            added[f"function_{i}_sum_{position}"] = valid.sum()
         for name, value in added.items():
             self.add(name, float(value))
-        for name, value in summed.items():
-            self._values[f"{name}_{position}"] = float(value)
-        self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
-        self._values["longest"] = max(self._values["longest"], float(lengths.max()))
-
-    def local_values(self) -> list[float]:
-        """Return this rank's values, in the order of `gathered_names`."""
-        return list(self._values.values())
-
-    def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
-        """Return the mean completion length, in tokens, for the prompt at index `position` in the minibatch."""
-        return gathered.sum(f"length_{position}")
+        self.values["shortest"] = min(self.values["shortest"], float(lengths.min()))
+        self.values["longest"] = max(self.values["longest"], float(lengths.max()))
 
     def _total(self, gathered: sharded.MinibatchStats, name: str) -> float:
         """Return the sum of the values `name` of all groups, computed exactly and rounded once."""
@@ -104,7 +90,7 @@ class RolloutMetrics:
             "num_tokens": int(sums["loss_tokens"]),
             "reward": sums["reward"] / sums["rewarded"] if sums["rewarded"] else None,
             "reward_std": _standard_deviation(sums["rewarded"], sums["reward"], sums["squared_reward"]),
-            "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups"]),
+            "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups_generated"]),
             "completions/mean_length": sums["completion_tokens"] / completions,
             "completions/min_length": int(gathered.per_rank("shortest").min()),
             "completions/max_length": int(gathered.per_rank("longest").max()),

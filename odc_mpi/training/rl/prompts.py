@@ -1,38 +1,32 @@
 """Loading, batching and tokenization of prompts, without communication."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.loader import Minibatch, ShuffledSampler
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import UserError
 from odc_mpi.models.decoding import Prompt
+from odc_mpi.rollout.rewards import GroupRewards
+
+#: Function that computes the rewards for the completions of a prompt, given the keyword arguments for reward functions
+#: and the index of the prompt.
+RewardsFn = Callable[[Mapping[str, Sequence[Any]], int], GroupRewards]
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of `num_prompts` prompts for all ranks, shuffled by `seed`."""
-
-    def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
-        super().__init__(prompts, num_prompts, seed)
-        self._rank = rank
+    """Endless, resumable iterator over minibatches of prompts for all ranks."""
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch. Its plan is empty, because ranks claim prompts at run time."""
+        """Return the next minibatch, without a rank or a plan, because ranks claim prompts at run time."""
         position, indices = self._next_indices()
-        return Minibatch(
-            indices=indices,
-            plan=Plan(()),
-            rank=self._rank,
-            dataset=cast(Dataset, self._dataset),
-            **position,
-        )
+        return Minibatch(**position, indices=indices, plan=Plan(()), rank=0, dataset=self._dataset)
 
 
 def predict_lengths(
@@ -54,8 +48,8 @@ def predict_lengths(
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
     """Return batches of prompts to decode together, in order of decreasing length.
 
-    Prompts are given by their positions in `lengths`, numbers of tokens. A batch has at most `max_prompts` prompts (but
-    one or more), and at most the number of prompts divided by `num_shares`, rounded up.
+    Prompts are given by their positions in `lengths`, which are numbers of tokens. A batch has at least one prompt, at
+    most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))

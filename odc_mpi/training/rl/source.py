@@ -17,7 +17,7 @@ import itertools
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,13 +35,13 @@ from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
-from odc_mpi.rollout.rewards import GroupRewards, RewardFunction, compute_rewards
+from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import MinibatchSource
 from odc_mpi.training.rl.metrics import RolloutMetrics
-from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, longest_first_batches, predict_lengths
+from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, RewardsFn, longest_first_batches, predict_lengths
 from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
 
@@ -82,18 +82,20 @@ class RolloutSource(MinibatchSource):
         model: sharded.ShardedModel,
         prompts: PromptDataset,
         loader: PromptLoader,
-        reward_functions: list[RewardFunction],
+        reward_names: Sequence[str],
+        rewards_of: RewardsFn,
         packs: bool,
     ) -> None:
         self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
         self._exact, self._packs = config.run.exact, packs
         self._max_tokens = config.data.max_tokens_per_microbatch
-        self._prompts, self._loader, self._reward_functions = prompts, loader, reward_functions
+        self._prompts, self._loader = prompts, loader
+        self._reward_names, self._rewards_of = reward_names, rewards_of
         self._codec = PromptCodec(prompts)
         num_groups = config.data.minibatch_sequences // config.rl.num_generations
         self._tickets = Tickets(world)
         self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)
-        self._metrics = RolloutMetrics([reward.name for reward in reward_functions], num_groups)
+        self._metrics = RolloutMetrics(reward_names, num_groups)
         self.gathered_names = self._metrics.gathered_names
         #: Mean length in tokens of the completions last generated for each prompt, keyed by the prompt's index.
         self._observed_lengths: dict[int, float] = {}
@@ -130,14 +132,14 @@ class RolloutSource(MinibatchSource):
 
     def local_values(self) -> list[float]:
         """Return this rank's values, in the order of `gathered_names`."""
-        return self._metrics.local_values()
+        return list(self._metrics.values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Add metrics to the step, record completion lengths, and reset the tickets and the work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
-            self._observed_lengths[index] = round(self._metrics.mean_length(gathered, position), 2)
+            self._observed_lengths[index] = round(gathered.sum(f"length_{position}"), 2)
         self._tickets.reset()
         self._queue.reset()
 
@@ -215,7 +217,8 @@ class RolloutSource(MinibatchSource):
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
     ) -> PromptGroup | None:
         """Compute the rewards of a group and return it. If it has no gradient, mark it done and return None instead."""
-        group_rewards = self._compute_rewards(index, record, completions)
+        self._note(f"computing rewards of prompt {index}")
+        group_rewards = self._rewards_of(self._codec.reward_kwargs(record, completions.tokens), index)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
         self._metrics.add_group(position, completions, group_rewards, excluded)
@@ -226,30 +229,17 @@ class RolloutSource(MinibatchSource):
             return None
         return PromptGroup(position, index, record.tokens, completions.tokens, completions.logps, advantages, excluded)
 
-    def _compute_rewards(self, index: int, record: PromptRecord, completions: PromptCompletions) -> GroupRewards:
-        reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
-        self._note(f"computing rewards of prompt {index}")
-        return compute_rewards(
-            self._reward_functions,
-            reward_kwargs,
-            index,
-            self._world.rank,
-            timeout_s=self._rl.reward_timeout_s,
-            skip=self._rl.skip_failed_rewards,
-        )
-
     def _log_lines(
         self, record: PromptRecord, completions: PromptCompletions, group_rewards: GroupRewards, advantages: np.ndarray
     ) -> list[dict[str, Any]]:
         """Return the lines of completions.jsonl for up to 4 completions of a prompt."""
-        names = [reward.name for reward in self._reward_functions]
         return [
             {
                 "step": self._step,
                 "prompt": record.prompt,
                 "completion": self._codec.decode(tokens),
                 "num_tokens": len(tokens),
-                "rewards": dict(zip(names, map(_plain, group_rewards.per_function[:, i]), strict=True)),
+                "rewards": dict(zip(self._reward_names, map(_plain, group_rewards.per_function[:, i]), strict=True)),
                 "reward": _plain(group_rewards.rewards[i]),
                 "advantage": float(advantages[i]),
             }

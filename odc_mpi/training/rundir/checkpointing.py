@@ -24,7 +24,7 @@ from odc_mpi import __version__
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord, blocks, compute_digest
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import stored_type
-from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.checkpoint.state import TensorRange, TrainingState, stored_array
 from odc_mpi.errors import StoppedError, TrainingError, warn
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import full_configuration
@@ -224,20 +224,21 @@ def state_digest(world: World, state: TrainingState) -> str:
     """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of `state`. Collective."""
     # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
     manifest = state.make_manifest(0, {}, world.gather_objects(state.state_records()))
-    digest = compute_digest(manifest, partial(_send_blocks, world, state.local_ranges()))
+    parts = {tensor_range.path: tensor_range for tensor_range in state.tensor_ranges()}
+    digest = compute_digest(manifest, partial(_send_blocks, world, parts))
     return world.gather_objects(digest)[0]
 
 
 def _send_blocks(
-    world: World, parts: Mapping[str, tuple[int, npt.NDArray]], name: str, record: TensorRecord
+    world: World, parts: Mapping[str, TensorRange], name: str, record: TensorRecord
 ) -> Iterator[npt.NDArray]:
     """Yield all blocks of a tensor on rank 0. The other ranks yield their own blocks and send them to rank 0."""
     description = "sending parameters to rank 0 for their digest"
     for rank, first, last in record.ranges:
         for start, stop in blocks(first, last):
             if rank == world.rank:
-                begin, local = parts[name]
-                block = local[start - begin : stop - begin]
+                local = parts[name].tensor.detach()[start - first : stop - first]
+                block = stored_array(local.cpu().contiguous())
                 if rank:
                     world.wait(world.comm.Isend(block.view(np.uint8), dest=0), description)
                 yield block

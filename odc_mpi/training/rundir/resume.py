@@ -10,9 +10,8 @@ import torch
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
-from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
+from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.errors import AllRanksUserError, UserError, warn
-from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
 from odc_mpi.models.weights.base_check import check_base
 from odc_mpi.observe.terminal import terminal_width
@@ -23,8 +22,6 @@ from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
-#: Names of the optimizer classes in `torch.optim`, keyed by the value of `optim.optimizer`.
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
@@ -73,14 +70,6 @@ class ResumePoint:
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key) and key not in _UNREPORTED and key not in ignored
         ]
-
-    def one_line(self, config: Config) -> str:
-        """Return a description of the checkpoint and of the changed settings, to print after "resuming"."""
-        changed = self.changed_settings(config)
-        size, num_islands = self.checkpoint.manifest.size, self.checkpoint.manifest.num_islands
-        ranks = ("1 rank" if size == 1 else f"{size} ranks") + (f" in {num_islands} islands" if num_islands > 1 else "")
-        tail = f"; changed settings: {', '.join(changed)}" if changed else ""
-        return f"from step {self.step}: {self.checkpoint.directory}, saved on {ranks}{tail}"
 
 
 class DeferredErrorWeights(CheckpointWeights):
@@ -139,7 +128,12 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
         moved = "checkpoints of later steps" if newest > resume_point.step else ""
     tail = f"; the {moved} are moved to {next_earlier(run_dir)}" if moved else ""
     if resume_point:
-        return f"resuming {resume_point.one_line(config)}{tail}"
+        manifest, changed = resume_point.checkpoint.manifest, resume_point.changed_settings(config)
+        ranks = "1 rank" if manifest.size == 1 else f"{manifest.size} ranks"
+        islands = f" in {manifest.num_islands} islands" if manifest.num_islands > 1 else ""
+        settings = f"; changed settings: {', '.join(changed)}" if changed else ""
+        saved = f"{resume_point.checkpoint.directory}, saved on {ranks}{islands}"
+        return f"resuming from step {resume_point.step}: {saved}{settings}{tail}"
     if config.run.resume != "auto":
         return f"starting from scratch: run.resume {config.run.resume}{tail}" if moved else ""
     if moved or config.run.checkpoint_every:
@@ -176,36 +170,31 @@ def _islands_train_separately(config: Mapping[str, Any]) -> bool:
 
 
 def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
-    requested, run_dir = config.run.resume, Path(config.run.dir)
-    job = slurm_job()
+    requested, run_dir, job = config.run.resume, Path(config.run.dir), slurm_job()
     if requested == "never" and not job.get("slurm_restarts"):
         return None
+    path = None if requested in ("never", "auto") else str(Path(requested).resolve())
     candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, world.rank, config.comm.timeout_s))
-    if requested not in ("never", "auto"):
-        return _find_requested(world, requested, run_dir, candidates)
-    newest = _newest(world, candidates)
-    # With never: only if the scheduler restarted this job; checkpoints of other jobs are ignored.
-    if newest and (requested == "auto" or newest.manifest.metadata.get("slurm_job_id") == job["slurm_job_id"]):
-        return ResumePoint(newest, True, newest.manifest.metadata["origin"])
-    if newest:
-        newest.close()
-    return None
-
-
-def _find_requested(world: World, requested: str, run_dir: Path, candidates: Sequence[Path]) -> ResumePoint:
-    """Open the requested checkpoint, or the newest one of a run in `run.dir` that started from it. Collective."""
+    newest = None
     try:
         newest = _newest(world, candidates)
     except AllRanksUserError as error:
-        newest = None  # the requested checkpoint may be elsewhere
-        if world.rank == 0:
+        if path is None:
+            raise
+        if world.rank == 0:  # the requested checkpoint may be elsewhere
             reason = str(error).removesuffix(f"; {_START_OVER_HINT}")
             warn(f"WARNING: no usable checkpoint in {run_dir} ({reason}); starting from {requested}")
-    path = str(Path(requested).resolve())
-    if newest and newest.manifest.metadata["origin"] == path:
-        return ResumePoint(newest, True, path)  # the scheduler restarted this run
     if newest:
+        metadata = newest.manifest.metadata
+        if requested == "never":  # only if the scheduler restarted this job; checkpoints of other jobs are ignored
+            continues = metadata.get("slurm_job_id") == job["slurm_job_id"]
+        else:  # with a path, only if the scheduler restarted this run, which began there
+            continues = path is None or metadata["origin"] == path
+        if continues:
+            return ResumePoint(newest, True, metadata["origin"])
         newest.close()
+    if path is None:
+        return None
     checkpoint = _newest(world, world.run_on_all(lambda: checkpoint_directories(Path(requested))))
     assert checkpoint, "checkpoint_directories finds one, or raises"
     return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
@@ -221,29 +210,40 @@ def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
 
 
 def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
-    checkpoint, metadata = resume_point.checkpoint, resume_point.metadata
-    if (objective := metadata["config"]["run"]["objective"]) != config.run.objective:
+    checkpoint, metadata, saved = resume_point.checkpoint, resume_point.metadata, resume_point.metadata["config"]
+    if (objective := saved["run"]["objective"]) != config.run.objective:
         raise UserError(
             f"run.objective: expected {objective}, that of the checkpoint {checkpoint.directory}, got "
             f"{config.run.objective}: to train its model with {config.run.objective}, set model.path to it and choose "
             f"another run.dir; or {_START_OVER_HINT}"
         )
-    _require_adapters(resume_point, inputs.model)
+    theirs, ours = (adapter or {} for adapter in (metadata.get("adapter"), inputs.model.adapter))
+    if bool(theirs) != bool(ours):
+        kind, got = ("adapters", "no lora.r") if theirs else ("a full model", "lora.r")
+        raise UserError(
+            f"the checkpoint {checkpoint.directory} is of {kind}, got {got}: set lora.* as in that run; or "
+            f"{_START_OVER_HINT}"
+        )
+    for setting, expected, of_what, actual in (
+        ("lora.r", theirs.get("r"), "as in", ours.get("r")),
+        ("lora.alpha", theirs.get("lora_alpha"), "as in", ours.get("lora_alpha")),
+        ("optim.optimizer", saved["optim"]["optimizer"], "as in", config.optim.optimizer),
+        ("run.seed", saved["run"]["seed"], "the order of the data in", config.run.seed),
+    ):
+        if expected != actual:
+            raise _mismatch(setting, expected, of_what, checkpoint, actual)
     require_model(checkpoint, inputs.model.module)
     # Models with the same shapes may differ in heads, positions, activations and the like.
     if difference := first_difference(metadata, full_configuration(inputs.model.module)):
-        key, theirs, ours = difference
+        key, their_value, our_value = difference
         raise UserError(
-            f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in this "
-            f"run: change model.*; or {_START_OVER_HINT}"
+            f"the checkpoint {checkpoint.directory} is of another model: {key} is {their_value!r} there, {our_value!r} "
+            f"in this run: change model.*; or {_START_OVER_HINT}"
         )
-    require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
     if metadata["data_digest"] != inputs.dataset.digest():
-        path = metadata["config"]["data"]["path"]
+        path = saved["data"]["path"]
         raise _mismatch("data.path", path, "the data of", checkpoint, f"other data, {config.data.path}")
-    if (seed := metadata["config"]["run"]["seed"]) != config.run.seed:
-        raise _mismatch("run.seed", seed, "the order of the data in", checkpoint, config.run.seed)
-    reference = metadata["config"]["model"]["path"]
+    reference = saved["model"]["path"]
     if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
         raise _mismatch("model.path", reference, "the reference policy of", checkpoint, config.model.path)
     if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
@@ -251,20 +251,6 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "
             f"{config.run.steps}: raise run.steps"
         )
-
-
-def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
-    """Check that the checkpoint and the run have adapters with the same rank and alpha, or that neither has any."""
-    theirs, ours = resume_point.metadata.get("adapter"), model.adapter
-    if (theirs is None) != (ours is None):
-        kind, got = ("a full model", "lora.r") if theirs is None else ("adapters", "no lora.r")
-        raise UserError(
-            f"the checkpoint {resume_point.checkpoint.directory} is of {kind}, got {got}: set lora.* as in that run; "
-            f"or {_START_OVER_HINT}"
-        )
-    for setting, name in (("lora.r", "r"), ("lora.alpha", "lora_alpha")):
-        if theirs and ours and theirs[name] != ours[name]:
-            raise _mismatch(setting, theirs[name], "as in", resume_point.checkpoint, ours[name])
 
 
 def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint, got: Any) -> UserError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.errors import UserError, warn
-from odc_mpi.files import make_directory, parse_json, write_text_atomic
+from odc_mpi.files import make_directory, parse_json, write_text_durable
 from odc_mpi.runtime.job_info import slurm_job
 
 LOCK_FILE = "owner.json"
@@ -41,7 +41,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._socket = self._acquire(min(LOCK_TIMEOUT_S, timeout_s / 2))
             try:
                 self._warn_about(_read(self._path), record)
-                write_text_atomic(self._path, json.dumps(record) + "\n", private=False)
+                write_text_durable(self._path, json.dumps(record) + "\n")
             except BaseException:
                 self._socket.close()
                 raise

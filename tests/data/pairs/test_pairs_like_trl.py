@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
 from tokenizers import processors
@@ -35,16 +36,10 @@ def prepare_with_trl(tokenizer: Any, records: list[dict[str, Any]], max_length: 
     prepared = DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, arguments, "train")
     collate = DataCollatorForPreference(pad_token_id=0, max_length=max_length)
     pairs = []
-    for example in prepared:
-        batch = collate.torch_call([example])
-        lengths = batch["attention_mask"].sum(1).tolist()
-        pairs.append(
-            [
-                row[:length].tolist()
-                for name in ("input_ids", "completion_mask")
-                for row, length in zip(batch[name], lengths, strict=True)
-            ]
-        )
+    for batch in (collate.torch_call([example]) for example in prepared):
+        lengths = batch["attention_mask"].sum(1).tolist() * 2
+        rows = [*batch["input_ids"], *batch["completion_mask"]]
+        pairs.append([row[:length].tolist() for row, length in zip(rows, lengths, strict=True)])
     return [pair for pair in pairs if pair[0] != pair[1]]
 
 
@@ -55,13 +50,9 @@ def encode_records(tokenizer: Any, records: list[dict[str, Any]], max_length: in
 
 
 def sides(pair: Encoded) -> list[Any]:
-    assert pair.pair is not None
-    prompt, chosen = pair.pair.num_prompt_tokens, pair.pair.num_chosen_tokens
-    return [
-        array[:prompt].tolist() + array[part].tolist()
-        for array in (pair.tokens, pair.loss_mask)
-        for part in (slice(prompt, prompt + chosen), slice(prompt + chosen, None))
-    ]
+    num_prompt, num_chosen, _ = pair.pair
+    parts = [np.split(array, [num_prompt, num_prompt + num_chosen]) for array in (pair.tokens, pair.loss_mask)]
+    return [[*prompt.tolist(), *answer.tolist()] for prompt, *answers in parts for answer in answers]
 
 
 def assert_alike(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> None:
@@ -77,18 +68,17 @@ def say(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+USER = say("user", "Is it?")
 #: The second begin alike, the third have context, the last a system message.
 CHATS: list[dict[str, Any]] = [
-    {"prompt": [say("user", "Is it?")], "chosen": "Yes, it is.", "rejected": "No."},
-    {"prompt": [say("user", "Is it?")], "chosen": "I think so.", "rejected": "I think not"},
-    {
-        "prompt": [say("user", "Is it?"), say("assistant", "What?"), say("user", "Blue.")],
-        "chosen": "Very.",
-        "rejected": "It is 🙂",
-    },
-    {"prompt": [say("system", "Be brief."), say("user", "Is it?")], "chosen": "Yes.", "rejected": "Not at all."},
+    {"prompt": prompt, "chosen": [say("assistant", chosen)], "rejected": [say("assistant", rejected)]}
+    for prompt, chosen, rejected in (
+        ([USER], "Yes, it is.", "No."),
+        ([USER], "I think so.", "I think not"),
+        ([USER, say("assistant", "What?"), say("user", "Blue.")], "Very.", "It is 🙂"),
+        ([say("system", "Be brief."), USER], "Yes.", "Not at all."),
+    )
 ]
-CHATS = [record | {name: [say("assistant", record[name])] for name in ("chosen", "rejected")} for record in CHATS]
 #: Begins with a system message of its own, as that of SmolLM2.
 SMOLLM2 = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import Columns, Conversation, PreferencePair, PromptCompletion, parse_example
+from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion, check_columns, parse_example
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.errors import UserError
 
@@ -15,7 +15,7 @@ AGAIN = {"role": "user", "content": "Again?"}
 
 
 def parse_pair(record: dict[str, Any], **columns: str) -> PreferencePair:
-    pair = parse_example(record, "here", Columns(columns))
+    pair = parse_example(record, "here", columns)
     assert isinstance(pair, PreferencePair) and pair.location == "here"
     return pair
 
@@ -103,14 +103,14 @@ def test_columns_of_pairs() -> None:
     implicit = PreferencePair(PromptCompletion("here", "", "b"), PromptCompletion("here", "", "c"))
     assert parse_pair(texts, chosen="chosen_response", rejected="rejected_response") == implicit
     # Renaming a field to itself selects another format of the same record.
-    assert parse_example(orca | {"messages": [USER, BLUE]}, "here", Columns({"messages": "messages"})) == Conversation(
+    assert parse_example(orca | {"messages": [USER, BLUE]}, "here", {"messages": "messages"}) == Conversation(
         "here", [SYSTEM, USER, BLUE]
     )
-    assert parse_example(texts, "here", Columns({"text": "chosen_response"})) == PromptCompletion("here", "", "b")
+    assert parse_example(texts, "here", {"text": "chosen_response"}) == PromptCompletion("here", "", "b")
     with pytest.raises(InvalidRecordError, match=r"expected the field 'better', got 'system', .*: change --columns$"):
         parse_pair(orca, chosen="better")
     with pytest.raises(UserError, match=r"--columns: expected fields of one format, got messages, chosen$"):
-        Columns({"messages": "a", "chosen": "b"}).check()
+        check_columns({"messages": "a", "chosen": "b"})
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Preference data from files to a data set: tokens, masks, truncation, invalid and mixed records, and the report."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from record_files import write_lines
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
@@ -14,7 +14,7 @@ from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
-from odc_mpi.data.prepare import PrepareOptions, eval_output_path
+from odc_mpi.data.prepare import PrepareOptions
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -23,13 +23,8 @@ from odc_mpi.errors import UserError
 END = "<|endoftext|>"
 
 
-def prepare(source: Any, out: Path, **options: Any) -> PrepareReport:
-    return module.prepare([str(source)], out, PrepareOptions(**options))
-
-
-def write_lines(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+def prepare(source: str, out: Path, **options: Any) -> PrepareReport:
+    return module.prepare([source], out, PrepareOptions(**options))
 
 
 def encode_record(tokenizer: Any, record: dict[str, Any]) -> Encoded:
@@ -46,10 +41,8 @@ def decode(tokenizer: Any, pair: Encoded) -> list[str]:
     texts = []
     for part in np.split(np.arange(len(pair.tokens)), [num_prompt, num_prompt + num_chosen]):
         runs = np.split(part, 1 + np.flatnonzero(np.diff(pair.loss_mask[part])))
-        forms = [f"[{tokenizer.decode(pair.tokens[run])}]" for run in runs]
-        texts.append(
-            "".join(form if pair.loss_mask[run[0]] else form[1:-1] for form, run in zip(forms, runs, strict=True))
-        )
+        decoded = [(tokenizer.decode(pair.tokens[run]), pair.loss_mask[run[0]]) for run in runs]
+        texts.append("".join(f"[{text}]" if has_loss else text for text, has_loss in decoded))
     return texts
 
 
@@ -106,21 +99,16 @@ def test_a_template_that_changes_earlier_answers(tokenizer: Any) -> None:
 
 def letters(num_prompt: int, num_chosen: int, num_rejected: int) -> dict[str, str]:
     """A pair with that many tokens of prompt and answers, without their ends."""
-    characters = [chr(i) for i in range(1, 9)]
-    texts = [[characters[i % 8] for i in range(count)] for count in (num_prompt, num_chosen, num_rejected)]
-    texts[2] = [chr(8 + ord(each)) for each in texts[2]]
-    return {name: "".join(text) for name, text in zip(("prompt", "chosen", "rejected"), texts, strict=True)}
+    parts = (("prompt", num_prompt, 1), ("chosen", num_chosen, 1), ("rejected", num_rejected, 9))
+    return {name: "".join(chr(first + i % 8) for i in range(count)) for name, count, first in parts}
 
 
 def counts(path: Path) -> list[tuple[int, int, int]]:
     """Tokens of the prompt and the answers, all of which have loss."""
     with Dataset(path) as dataset:
-        assert dataset.pair_counts is not None
-        assert (dataset.pair_counts[:, 1] == dataset.pair_counts[:, 2]).all()
-        return [
-            (prompt, chosen, length - prompt - chosen)
-            for (prompt, chosen, _), length in zip(dataset.pair_counts.tolist(), dataset.lengths.tolist(), strict=True)
-        ]
+        prompts, chosen, num_loss = dataset.pair_counts.T
+        assert (chosen == num_loss).all()
+        return list(map(tuple, np.stack([prompts, chosen, dataset.lengths - prompts - chosen], 1).tolist()))
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
@@ -137,7 +125,7 @@ def test_each_side_is_truncated(stdlib_report: PrepareReport, tmp_path: Path, ov
 
 
 def test_overlong_pairs_are_dropped(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", *(letters(*each) for each in [(3, 4, 4), (3, 4, 5), (3, 9, 1)]))
+    source = write_lines(tmp_path / "a.jsonl", letters(3, 4, 4), letters(3, 4, 5), letters(3, 9, 1))
     report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong="drop")
     assert counts(report.path) == [(3, 5, 5)]
     assert (report.num_dropped, report.num_dropped_tokens) == (2, 3 + 5 + 6 + 3 + 10 + 2)
@@ -159,34 +147,21 @@ def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report: Pr
     assert "up to date" in again.describe() and "2 pairs" in again.describe()
 
 
-def test_pairs_of_several_processes_are_held_out_alike(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    records = [{"prompt": f"How many {i}?", "chosen": f"{i}.", "rejected": f"{i + 1}!" * 300} for i in range(900)]
-    source = write_lines(tmp_path / "a.jsonl", *records)
-    files = []
-    for num_proc in (1, 2):
-        out = tmp_path / str(num_proc) / "a.h5"
-        report = prepare(source, out, tokenizer=stdlib_report.path, num_proc=num_proc, eval_fraction=0.2)
-        files.append([out.read_bytes(), eval_output_path(out).read_bytes()])
-    assert files[0] == files[1]
-    assert report.num_sequences + report.num_eval_sequences == 900 and 100 < report.num_eval_sequences < 260
-
-
 def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     pairs = write_lines(tmp_path / "pairs.jsonl", *[letters(3, 2, 1)] * 3)
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
     other, pair = "an example without chosen and rejected", "a pair of answers"
     for sources, words in (
-        ([pairs, texts], f"texts.jsonl, line 1: got {other}, but {{}}pairs.jsonl, line 1 is {pair}"),
-        ([texts, pairs], f"pairs.jsonl, line 1: got {pair}, but {{}}texts.jsonl, line 1 is {other}"),
-        ([both], f"both.jsonl, line 3: got {pair}, but {{}}both.jsonl, line 1 is {other}"),
-        ([pairs, "stdlib"], f"stdlib, function 1: got {other}, but {{}}pairs.jsonl, line 1 is {pair}"),
+        ([pairs, texts], f"texts.jsonl, line 1: got {other}, but {pairs}, line 1 is {pair}"),
+        ([texts, pairs], f"pairs.jsonl, line 1: got {pair}, but {texts}, line 1 is {other}"),
+        ([both], f"both.jsonl, line 3: got {pair}, but {both}, line 1 is {other}"),
     ):
         options = PrepareOptions(tokenizer=stdlib_report.path, bad_lines="skip")
         with pytest.raises(UserError) as caught:
-            module.prepare([str(each) for each in sources], tmp_path / "a.h5", options)
+            module.prepare(sources, tmp_path / "a.h5", options)
         message = str(caught.value)
-        assert words.format(f"{tmp_path}/") in message and message.endswith("with --columns"), message
+        assert words in message and message.endswith("with --columns"), message
     # Weights mix several sources of pairs.
     more = write_lines(tmp_path / "more.jsonl", *[letters(3, 2, 5)] * 3)
     mixed = module.prepare([f"{pairs}:1", f"{more}:1"], tmp_path / "a.h5", PrepareOptions(vocab_size=260))
@@ -197,7 +172,7 @@ def test_show_separates_both_answers(tmp_path: Path, capsys: pytest.CaptureFixtu
     chat = [{"role": "user", "content": "Is it?"}]
     record = {"prompt": chat, "chosen": "Yes.\x1b", "rejected": "No, lalala lala."}
     source = write_lines(tmp_path / "a.jsonl", *[record] * 5)
-    command = ["prepare", str(source), "--out", str(tmp_path / "a.h5"), "--vocab-size", "290", "--show", "1"]
+    command = ["prepare", source, "--out", str(tmp_path / "a.h5"), "--vocab-size", "290", "--show", "1"]
     assert cli.main(command) == 0
     _, head, shown = capsys.readouterr().out.partition("\npair 0: ")
     lines = shown.splitlines()

@@ -1,17 +1,19 @@
+import itertools
 import time
 
 import numpy as np
 import pytest
-from length_fixtures import COST, lognormal_lengths, microbatch_cost
+from length_fixtures import COST, lognormal_lengths
 
 from odc_mpi.data.plan.balance import (
     BALANCE_STRATEGIES,
     Plan,
+    check_fit,
     dynamic,
+    find_strategy,
     lb_micro,
     lb_mini,
     local_sort,
-    one_sequence_per_microbatch,
     rank_independent_packing,
 )
 from odc_mpi.data.plan.cost import CostModel
@@ -20,25 +22,37 @@ from odc_mpi.errors import UserError
 FIRST, LATER = CostModel(), CostModel(constant=300.0, linear=1.0, quadratic=0.01)
 
 
-@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-@pytest.mark.parametrize("size", range(1, 9))
-def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
-    rng = np.random.default_rng(size)
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [*((name, False) for name in BALANCE_STRATEGIES), ("lb_mini", True), ("dynamic", True), ("local_sort", True)],
+)
+def test_each_sequence_is_planned_once_and_fits(name: str, exact: bool, packs: bool) -> None:
+    strategy, rng = find_strategy(name, FIRST, exact=exact, packs=packs), np.random.default_rng(1)
     for n in (0, 1, 2, 3, 7, 16, 61):
-        lengths = lognormal_lengths(rng, n)
-        plan = BALANCE_STRATEGIES[name](lengths, size, 4096, COST)
-        assert len(plan.microbatches) == size
-        packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
-        assert sorted(i for pack in packs for i in pack) == list(range(n))
-        assert {type(i) for pack in packs for i in pack} <= {int}
-        assert all(lengths[list(pack)].sum() <= 4096 for pack in packs)
-        assert name == "lb_micro" or all(packs)
+        lengths, seen = lognormal_lengths(rng, n), set()
+        for size, cost in itertools.product(range(1, 9), (FIRST, LATER)):
+            plan = strategy(lengths, size, 4096, cost)
+            assert len(plan.microbatches) == size
+            assert not any(plan.microbatches) if name == "dynamic" else not plan.pool
+            microbatches = [*itertools.chain(*plan.microbatches), *plan.pool]
+            assert sorted(itertools.chain(*microbatches)) == list(range(n))
+            assert {type(i) for i in itertools.chain(*microbatches)} <= {int}
+            assert all(lengths[list(own)].sum() <= 4096 for own in microbatches)
+            assert all(len(own) <= 1 for own in microbatches) or packs
+            assert len(set(map(len, plan.microbatches))) == 1 if name == "lb_micro" else all(microbatches)
+            for in_order in (*plan.microbatches, plan.pool):
+                costs = [cost.sequence(lengths[list(own)]).sum() for own in in_order]
+                assert costs == sorted(costs, reverse=True)
+            seen.add(frozenset(microbatches))
+        assert not exact or len(seen) == 1, "microbatches depend on the sequences alone"
 
 
-@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-def test_refuses_what_does_not_fit(name: str) -> None:
+def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"at most 20 tokens, got 21 in sequence 2 .*max_tokens_per_microbatch"):
-        BALANCE_STRATEGIES[name](np.array([20, 5, 21, 30]), 2, 20, COST)
+        check_fit(np.array([20, 5, 21, 30]), 20)
+    with pytest.raises(UserError, match=r"at most 3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 \(1 of 2"):
+        check_fit(np.array([5, 3073]), 1024, 3)
 
 
 def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
@@ -69,13 +83,9 @@ def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
         lengths = lognormal_lengths(rng, n)
         plan = lb_micro(lengths, size, 4096, COST)
         counts = shape(plan)
-        assert len({len(own) for own in counts}) == 1
         assert max(map(sum, counts)) - min(map(sum, counts)) <= 1
-        for own, packs in zip(counts, plan.microbatches, strict=True):
-            # Empty ones stand last, and only where there is nothing to give.
-            assert own.count(0) == max(0, len(own) - sum(own))
-            costs = [COST.sequence(lengths[list(pack)]).sum() for pack in packs]
-            assert costs == sorted(costs, reverse=True)
+        # None is empty if there is a sequence to give.
+        assert all(own.count(0) == max(0, len(own) - sum(own)) for own in counts)
 
 
 def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
@@ -100,16 +110,6 @@ def test_lb_micro_is_even_in_each_turn() -> None:
         assert abs(lengths[list(one)].sum() - lengths[list(other)].sum()) <= 4
 
 
-def test_dynamic_leaves_everything_in_the_pool_by_falling_cost() -> None:
-    lengths = lognormal_lengths(np.random.default_rng(3), 50)
-    for cost in (COST, CostModel(1.0, 1e-3, 500.0), CostModel(1.0, 0.0, 1e6)):
-        for size in (1, 2, 3, 8):
-            plan = dynamic(lengths, size, 4096, cost)
-            assert plan.microbatches == ((),) * size
-            work = [microbatch_cost(cost, lengths[list(pack)]) for pack in plan.pool]
-            assert work == sorted(work, reverse=True)
-
-
 def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
     lengths = lognormal_lengths(np.random.default_rng(3), 200)
     mean = float(COST.sequence(lengths).mean())
@@ -126,27 +126,8 @@ def test_large_minibatches_plan_quickly(name: str) -> None:
     assert time.process_time() - begin < 10.0
 
 
-def minibatch(count: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(2, 400, size=count)
-
-
-@pytest.mark.parametrize("name", ["lb_mini", "dynamic", "local_sort"])
-@pytest.mark.parametrize("count", [0, 1, 3, 17, 64])
-def test_microbatches_depend_on_sequences_alone(name: str, count: int) -> None:
-    lengths, seen = minibatch(count), set()
-    for size in (1, 2, 3, 4, 8, 16):
-        for cost in (FIRST, LATER):
-            plan = rank_independent_packing(name, FIRST)(lengths, size, 512, cost)
-            assert len(plan.microbatches) == size
-            found = [own for rank in plan.microbatches for own in rank] + list(plan.pool)
-            assert sorted(i for own in found for i in own) == list(range(count))
-            assert all(lengths[list(own)].sum() <= 512 for own in found)
-            seen.add(frozenset(found))
-    assert len(seen) == 1
-
-
 def test_they_are_dealt_out_by_the_cost_that_may_change() -> None:
-    lengths = minibatch(64)
+    lengths = np.random.default_rng(64).integers(2, 400, size=64)
     plans = [rank_independent_packing("lb_mini", FIRST)(lengths, 4, 512, cost) for cost in (FIRST, LATER)]
     assert plans[0] != plans[1]
     for plan, cost in zip(plans, (FIRST, LATER), strict=True):
@@ -155,34 +136,11 @@ def test_they_are_dealt_out_by_the_cost_that_may_change() -> None:
 
 
 def test_a_cut_for_the_number_of_ranks_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"^data.balance: the microbatches of lb_micro .* set it to lb_mini or dynamic, or run.exact"
-    ):
+    words = r"^data.balance: the microbatches of lb_micro .* set it to lb_mini or dynamic, or run.exact"
+    with pytest.raises(UserError, match=words):
         rank_independent_packing("lb_micro", FIRST)
 
 
-@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_each_sequence_is_a_microbatch(name, size):
-    for n in (0, 1, 3, 40):
-        lengths = lognormal_lengths(np.random.default_rng(n), n)
-        plan = one_sequence_per_microbatch(name, COST)(lengths, size, 4096, COST)
-        packs = [*(pack for microbatches in plan.microbatches for pack in microbatches if pack), *plan.pool]
-        assert sorted(packs) == [(i,) for i in range(n)]
-        assert len(plan.microbatches) == size
-        assert bool(plan.pool) == (name == "dynamic" and n > 0)
-        for microbatches in (*plan.microbatches, plan.pool):
-            costs = [float(COST.sequence(lengths[i])) for (i,) in filter(None, microbatches)]
-            assert costs == sorted(costs, reverse=True)
-        if name == "lb_micro":
-            assert len({len(microbatches) for microbatches in plan.microbatches}) == 1
-
-
 def test_ranks_are_balanced_by_cost():
-    plan = one_sequence_per_microbatch("lb_mini", COST)(np.array([8, 1, 4, 3]), 2, 10, COST)
+    plan = find_strategy("lb_mini", COST, exact=False, packs=False)(np.array([8, 1, 4, 3]), 2, 10, COST)
     assert plan.microbatches == (((0,),), ((2,), (3,), (1,)))
-
-
-def test_a_sequence_that_is_too_long_is_refused():
-    with pytest.raises(UserError, match="max_tokens_per_microbatch"):
-        one_sequence_per_microbatch("dynamic", COST)(np.array([11]), 2, 10, COST)

@@ -51,19 +51,13 @@ def errors(cost: CostModel, true: CostModel = TRUE) -> np.ndarray:
 
 
 @pytest.mark.parametrize("prior", [CostModel(), CostModel(6e9, 1e5), CostModel(0.0, 1.0), CostModel(1.0, 1.0, 1.0)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_recovers_the_cost_from_noise_and_outliers(prior: CostModel, seed: int) -> None:
+@pytest.mark.parametrize("slowness", [[1.0] * 4, [0.5, 1.0, 1.5, 3.0]], ids=["equal speeds", "different speeds"])
+def test_recovers_the_cost_from_noise_and_outliers(prior: CostModel, slowness: list[float]) -> None:
     ranks = [FittedCostModel(prior) for _ in range(4)]
-    learn(ranks, minibatches=80, seed=seed)
+    learn(ranks, minibatches=80, slowness=slowness)
     assert errors(ranks[0].cost).max() < 0.05
-    assert microbatch_cost(ranks[0].cost, [5000]) == pytest.approx(microbatch_cost(TRUE, [5000]), rel=0.05)
-
-
-def test_ranks_of_different_speed() -> None:
-    ranks = [FittedCostModel(CostModel()) for _ in range(4)]
-    learn(ranks, slowness=[0.5, 1.0, 1.5, 3.0], minibatches=80)
-    assert errors(ranks[0].cost).max() < 0.05
-    assert microbatch_cost(ranks[0].cost, [5000]) == pytest.approx(1.5 * microbatch_cost(TRUE, [5000]), rel=0.1)
+    expected = np.mean(slowness) * microbatch_cost(TRUE, [5000])
+    assert microbatch_cost(ranks[0].cost, [5000]) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
@@ -95,8 +89,8 @@ def test_the_prior_stands_until_there_is_enough() -> None:
         rank.observe([5], 1.0)
     share([rank])
     assert rank.cost is prior
-    rank.observe([5], 1.0)
-    rank.observe([5], 1.0)
+    for _ in range(2):
+        rank.observe([5], 1.0)
     share([rank])
     assert rank.cost is not prior
 
@@ -152,14 +146,11 @@ def test_no_coefficient_is_negative() -> None:
 
 
 def test_state_goes_through_json_and_continues() -> None:
-    whole = [FittedCostModel(CostModel()) for _ in range(3)]
+    whole, resumed = ([FittedCostModel(CostModel()) for _ in range(3)] for _ in range(2))
     learn(whole, minibatches=20)
-    state = json.loads(json.dumps(whole[0].state_dict()))
-    resumed = [FittedCostModel(CostModel()) for _ in range(3)]
     for rank in resumed:
-        rank.load_state_dict(state)
-    assert resumed[0].cost == whole[0].cost
-    assert resumed[0].state_dict() == whole[0].state_dict()
+        rank.load_state_dict(json.loads(json.dumps(whole[0].state_dict())))
+    assert (resumed[0].cost, resumed[0].state_dict()) == (whole[0].cost, whole[0].state_dict())
     for ranks in (whole, resumed):
         learn(ranks, minibatches=5, seed=9, outliers=0.0)
     np.testing.assert_allclose(errors(resumed[0].cost), errors(whole[0].cost), atol=0.01)

@@ -71,12 +71,10 @@ def test_ranks_of_an_island_have_the_plan_for_its_sequences(
 
 
 def test_costs_of_islands_are_nearly_equal_under_the_current_cost(dataset: Dataset) -> None:
-    for num_islands in (2, 3):
-        loader = island_loader(dataset, minibatch_sequences=53, size=num_islands, num_islands=num_islands)
-        for cost in (LINEAR, QUADRATIC):
-            loader.cost = cost
-            costs = island_costs(next(loader), cost)
-            assert len(costs) == num_islands and max(costs) < 1.02 * min(costs)
+    loader = island_loader(dataset, minibatch_sequences=53, size=3, num_islands=3)
+    for loader.cost in (LINEAR, QUADRATIC):
+        costs = island_costs(next(loader), loader.cost)
+        assert len(costs) == 3 and max(costs) < 1.02 * min(costs)
 
 
 def test_the_costliest_part_rotates_over_epochs_and_after_resuming(dataset: Dataset) -> None:
@@ -103,12 +101,9 @@ def test_exact_islands_depend_neither_on_their_ranks_nor_on_a_later_cost(dataset
             loader = island_loader(dataset, size=2 * num_ranks, num_islands=2, cost=LINEAR, **settings)
             loader.cost = later
             plan = next(loader).plan
-            ranks = (range(num_ranks), range(num_ranks, 2 * num_ranks))
-            microbatches = [
-                frozenset([*(own for rank in island for own in plan.microbatches[rank]), *plan.pool_of(island[0])])
-                for island in ranks
-            ]
-            seen.add(tuple(microbatches))
+            both = plan.microbatches[:num_ranks], plan.microbatches[num_ranks:]
+            pools = plan.pool_of(0), plan.pool_of(num_ranks)
+            seen.add(tuple(frozenset([*sum(own, ()), *pool]) for own, pool in zip(both, pools, strict=True)))
     assert len(seen) == 1
 
 
@@ -116,16 +111,12 @@ def test_shares_are_those_of_loss_tokens(dataset: Dataset) -> None:
     assert shares(dataset, 2) == [1.0, 1.0]
     minibatch = next(island_loader(dataset, size=2))
     assert minibatch.island_amounts == (minibatch.num_tokens,)
-    for size in (3, 6):
-        found = shares(dataset, size, num_islands=3)
-        minibatches = [next(island_loader(dataset, rank=r, size=size, num_islands=3)) for r in range(size)]
-        assert sum(found[:: size // 3]) == pytest.approx(1.0)
-        for rank, minibatch in enumerate(minibatches):
-            ranks = range(rank * 3 // size * (size // 3), (rank * 3 // size + 1) * (size // 3))
-            num_tokens = sum(microbatch.num_tokens for r in ranks for microbatch in minibatches[r])
-            assert minibatch.island_amounts[rank * 3 // size] == num_tokens
-            assert found[rank] == num_tokens / minibatch.num_tokens
-        assert sum(minibatches[0].island_amounts) == minibatches[0].num_tokens
+    minibatches = [next(island_loader(dataset, rank=rank, size=6, num_islands=3)) for rank in range(6)]
+    own = [sum(microbatch.num_tokens for microbatch in minibatch) for minibatch in minibatches]
+    amounts = [own[0] + own[1], own[2] + own[3], own[4] + own[5]]
+    for rank, minibatch in enumerate(minibatches):
+        assert list(minibatch.island_amounts) == amounts
+        assert minibatch.island_share == amounts[rank // 2] / minibatch.num_tokens
 
 
 @pytest.mark.parametrize("balance", BALANCE_STRATEGIES)

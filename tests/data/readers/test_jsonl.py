@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_files import parse_blocks
 
-from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, parse_example
+from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, check_columns
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
 
@@ -16,8 +17,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 
 def read_bytes(content: bytes, name: str = "a.jsonl", columns: Columns | None = None) -> list[Example]:
     Path(name).write_bytes(content)
-    blocks = read_records(Path(name), lambda _: None)
-    return [parse_example(record(), where, columns) for block in blocks for where, record in block.records()]
+    return parse_blocks(read_records(Path(name), lambda _: None), columns)
 
 
 def line(record: Any) -> bytes:
@@ -32,34 +32,29 @@ def refused(content: bytes, name: str = "a.jsonl", columns: Columns | None = Non
     return message
 
 
-def test_the_three_shapes() -> None:
-    content = line({"messages": CHAT, "id": 1}) + line({"prompt": "a", "completion": "b", "n": 2}) + line({"text": "ä"})
-    assert read_bytes(content) == [
-        Conversation("a.jsonl, line 1", CHAT),
-        PromptCompletion("a.jsonl, line 2", "a", "b"),
-        PromptCompletion("a.jsonl, line 3", "", "ä"),
-    ]
-
-
-def test_the_first_shape_counts() -> None:
-    record = {"text": "t", "prompt": "a", "completion": "b"}
-    assert read_bytes(line(record)) == [PromptCompletion("a.jsonl, line 1", "a", "b")]
-    assert read_bytes(line({**record, "messages": CHAT})) == [Conversation("a.jsonl, line 1", CHAT)]
-    assert read_bytes(line({"prompt": "a", "text": "t"})) == [PromptCompletion("a.jsonl, line 1", "", "t")]
+def test_the_first_of_three_shapes_counts() -> None:
+    record = {"text": "ä", "prompt": "a", "completion": "b"}
+    for fields, expected in (
+        ({"messages": CHAT, "id": 1}, Conversation("a.jsonl, line 1", CHAT)),
+        (record | {"messages": CHAT}, Conversation("a.jsonl, line 1", CHAT)),
+        (record, PromptCompletion("a.jsonl, line 1", "a", "b")),
+        ({"prompt": "a", "text": "ä"}, PromptCompletion("a.jsonl, line 1", "", "ä")),
+    ):
+        assert read_bytes(line(fields)) == [expected]
 
 
 def test_renamed_fields_are_the_only_ones() -> None:
-    columns = Columns({"prompt": "question", "completion": "answer"})
+    columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a", "messages": CHAT, "text": "t"}
     assert read_bytes(line(record), columns=columns) == [PromptCompletion("a.jsonl, line 1", "q", "a")]
     message = refused(line({"prompt": "a", "completion": "b"}), columns=columns)
     assert "'question'" in message and "got 'prompt', 'completion'" in message and "--columns" in message
     assert "'answer'" in refused(line({"question": "q", "completion": "no"}), columns=columns)
-    assert read_bytes(line({"prompt": "q", "answer": "a"}), columns=Columns({"completion": "answer"}))
-    assert read_bytes(line({"messages": CHAT, "body": "x"}), columns=Columns({"text": "body"})) == [
+    assert read_bytes(line({"prompt": "q", "answer": "a"}), columns={"completion": "answer"})
+    assert read_bytes(line({"messages": CHAT, "body": "x"}), columns={"text": "body"}) == [
         PromptCompletion("a.jsonl, line 1", "", "x")
     ]
-    columns = Columns({"messages": "dialog", "system": "sys"})
+    columns = {"messages": "dialog", "system": "sys"}
     [chat] = read_bytes(line({"dialog": CHAT, "sys": "S", "prompt": "no"}), columns=columns)
     assert isinstance(chat, Conversation) and chat.messages == [{"role": "system", "content": "S"}, *CHAT]
     for names, words in (
@@ -68,19 +63,14 @@ def test_renamed_fields_are_the_only_ones() -> None:
         ({"text": ""}, "got text="),
     ):
         with pytest.raises(UserError, match=f"--columns: .*{words}"):
-            Columns(names).check()
+            check_columns(names)
 
 
 def test_blank_lines_count_but_are_skipped() -> None:
-    content = b"\n  \r\n" + line({"text": "x"}) + b"\n" + line({"text": "y"})[:-1]
-    assert [example.location for example in read_bytes(content)] == ["a.jsonl, line 3", "a.jsonl, line 5"]
-
-
-def test_byte_order_mark_and_windows_line_ends() -> None:
-    assert read_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n{"text": "y"}\r\n') == [
-        PromptCompletion("a.jsonl, line 1", "", "x"),
-        PromptCompletion("a.jsonl, line 2", "", "y"),
-    ]
+    """A byte order mark and the line ends of Windows are no part of a record."""
+    content = b'\xef\xbb\xbf{"text": "x"}\r\n\n  \r\n{"text": "y"}'
+    expected = [PromptCompletion(f"a.jsonl, line {number}", "", text) for number, text in ((1, "x"), (4, "y"))]
+    assert read_bytes(content) == expected
 
 
 @pytest.mark.parametrize(
@@ -152,11 +142,6 @@ def test_messages_stay_short_whatever_a_line_holds() -> None:
         {"messages": [{"role": "user", "content": "x", "weight": long}]},
     ):
         assert len(refused(line(record))) < 500
-
-
-def test_a_huge_line() -> None:
-    [example] = read_bytes(line({"text": "word " * 1_000_000}))
-    assert isinstance(example, PromptCompletion) and len(example.completion) == 5_000_000
 
 
 def test_damaged_gzip_files() -> None:

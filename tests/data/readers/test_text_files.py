@@ -56,37 +56,27 @@ def test_elements_that_are_no_records_can_be_skipped(monkeypatch: pytest.MonkeyP
     assert [text.rpartition("got ")[2] for text in found[1:]] == list(kinds)
 
 
-@pytest.mark.parametrize("num_chars", [1, 5, 1 << 20])
+@pytest.mark.parametrize("num_chars", [1, 1 << 20])
 @pytest.mark.parametrize(
-    ("content", "used", "words"),
+    ("content", "words"),
     [
-        ('[{"a": 1}, {broken, {"a": 2}, {"a": 3}]', [1, 2, 3], "element 2: .* at character 13, 'broken, .* 21$"),
-        ('[{"a": 1}, {"a": "x"y"}, {"a": [{"b": 1}, {b}, {"b": 1}]}, {"a": 2}]', [1, 2], "element 2.*delimiter"),
-        ('[{"a": 1} \n{"a" : 2}]', [1, 2], "element 2: .*expected ',' in a JSON array, got '{'.* at character 12"),
-        ('[{"a": 1}]\n[{"a": 2}]', [1, 2], "element 2: .*expected the end of the file.* at character 13"),
-        ('[{"a": {b}}, {"a": 2}]', [2], "element 1: .* at character 14"),
-        ('[{"a": 1}, {"a": ', [1], "element 2: .*Expecting value.* the rest of the file"),
-        ('[{"a": 1}', [1], "element 2: .*got the end of the file.*, ''; the rest"),
-        ('[{"a": 1},]', [1], "element 2: .*Expecting value.* at character 11, ']'; the rest"),
-        ('[{b}, {"a": 1}]', [], "element 1: .* the rest"),
-        ('[{"a": 1}, {"a": "x}]', [1], "element 2: .*Unterminated string"),
-        ('[{"a": ' + "9" * 5000 + '}, {"a": 1}]', [1], "element 1: .*digits"),
+        ('[{"a": 1}, {broken, {"a": 2}]', r"element 2: .* at character 13, 'broken, \{\"a\": 2\}\]'\); the file may"),
+        ('[{"a": 1}, {"a": "x"y"}]', "element 2: .*delimiter at character 21"),
+        ('[{"a": 1} \n{"a" : 2}]', "element 2: .*expected ',' in a JSON array, got '{' at character 12"),
+        ('[{"a": 1}]\n[{"a": 2}]', r"element 2: .*expected the end of the file in a JSON array, got '\[' at"),
+        ('[{"a": 1}, {"a": ', "element 2: .*Expecting value"),
+        ('[{"a": 1}', "element 2: .*got the end of the file at character 10, ''"),
+        ('[{"a": 1},]', "element 2: .*Expecting value at character 11, ']'"),
+        ('[{"a": 1}, {"a": "x}]', "element 2: .*Unterminated string"),
+        ('[{"a": ' + "9" * 5000 + "}]", "element 1: .*digits"),
+        ("[" * 100_000, "element 1: .*recursion"),
     ],
+    ids=range(10),
 )
-def test_damaged_arrays_are_read_from_the_next_similar_element(
-    monkeypatch: pytest.MonkeyPatch, content: str, used: list[int], words: str, num_chars: int
-) -> None:
+def test_damaged_arrays(monkeypatch: pytest.MonkeyPatch, content: str, words: str, num_chars: int) -> None:
     monkeypatch.setattr(text_files, "_READ_CHARS", num_chars)
-    monkeypatch.setattr(text_files, "_MAX_OPENING_CHARS", 10)
-    found = [record for _, record in read(content, "a.json")]
-    assert [record["a"] for record in found if isinstance(record, dict)] == used
-    errors = [text for text in found if isinstance(text, str)]
-    assert re.search(words, errors[0]) and not any("\n" in text or len(text) > 400 for text in errors)
-
-
-def test_arrays_nested_too_deeply() -> None:
-    with pytest.raises(UserError, match=r"element 1: .*recursion"):
-        read("[" * 100_000, "a.json")
+    with pytest.raises(UserError, match=f"^a.json, {words}"):
+        read(content, "a.json")
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("A.CSV.GZ", ",")])
@@ -108,6 +98,9 @@ def test_rows_with_other_numbers_of_cells() -> None:
     assert [found[0][1], found[3][1]] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert found[1][1] == "a.csv, line 4: expected 2 columns as in the first line, got 1"
     assert read("", "a.csv") == read("a,b\n", "a.csv") == []
+    # Spreadsheets add empty columns.
+    [(_, row)] = read("prompt,,completion,\nx,,y,\n", "a.csv")
+    assert (row["prompt"], row["completion"]) == ("x", "y")
     [(_, bad), (location, good)] = read('a\n"x"y\nz\n', "a.csv")
     assert re.search(r"a.csv, line 2: expected a row in lines 2 to 2, got .*expected after", bad)
     assert (location, good) == ("a.csv, line 3", {"a": "z"})
@@ -115,11 +108,6 @@ def test_rows_with_other_numbers_of_cells() -> None:
     assert rest == "a.csv, line 2: expected a row in lines 2 to 4, got unexpected end of data"
     with pytest.raises(UserError, match=r"^a.csv, line .*cannot be read .*name twice"):
         read("a,a\n1,2", "a.csv")
-
-
-def test_empty_columns_of_a_spreadsheet() -> None:
-    [(_, row)] = read("prompt,,completion,\nx,,y,\n", "a.csv")
-    assert (row["prompt"], row["completion"]) == ("x", "y")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json.gz"])

@@ -40,7 +40,7 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
         ("adapters", (), {"adapter_config.json", "adapter_model.safetensors"}),
         ("merged", ("--merge",), {"config.json", "generation_config.json", "model.safetensors"}),
     ):
-        assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / out), *more]) == 0
+        assert main(["export", str(run), "--out", str(tmp_path / out), *more]) == 0
         assert {path.name for path in (tmp_path / out).iterdir()} == files
     assert main(["export", str(run), "--out", str(tmp_path / "merged")]) == 2
     assert "expected a new directory as --out" in capsys.readouterr().err

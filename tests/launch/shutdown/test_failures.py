@@ -13,11 +13,10 @@ from processes import is_running
 NEVER_SERVES = """
 import time, torch
 from odc_mpi import World
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=2)
-transport = window_transport(world, reduction=lambda *args: MailboxGradientStore(*args, mailbox_bytes=1000))
+transport = window_transport(world, reduction="mailbox", mailbox_bytes=1000)
 transport.allocate([FlatLayout.build("layers.3", [ParameterSpec("weight", (10_000,), True)], world.size)])
 if world.rank == 1:
     time.sleep(60)

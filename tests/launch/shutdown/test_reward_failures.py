@@ -6,6 +6,7 @@ import re
 import pytest
 from mpi_launch import odc_mpi as launched
 from number_words import number_words
+from tiny_qwen2 import QWEN2
 
 #: Rewards that fail on rank 1 alone, in its first group; if a file says so, generation there does not go on.
 REWARDS = """
@@ -52,8 +53,6 @@ def hangs_in_c(completions, **columns):
             ctypes.CDLL(None).sleep(1)
     return [1.0] * len(completions)
 """
-MODEL = ["vocab_size=64", "hidden_size=16", "intermediate_size=24", "num_hidden_layers=1", "num_attention_heads=2"]
-MODEL += ["num_key_value_heads=2", "max_position_embeddings=64", "model_type=qwen2"]
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def launch(tmp_path):
             "rl.max_completion_length": 6,
             "data.minibatch_sequences": 32,
         }
-        usual |= {f"model.config.{key}": value for key, value in (pair.split("=") for pair in MODEL)}
+        usual |= {f"model.config.{key}": value for key, value in QWEN2.items()}
         arguments = [f"--{key}={value}" for key, value in (usual | settings).items()]
         return launched(2, "train", *arguments, cwd=tmp_path)
 

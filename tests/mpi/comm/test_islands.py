@@ -1,7 +1,6 @@
 """Islands of 1 and 2 ranks train as all ranks together do: the same sums, parameters and bits, with fewer bytes."""
 
 import copy
-import functools
 import time
 
 import pytest
@@ -16,8 +15,6 @@ from odc_mpi import shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
@@ -27,10 +24,7 @@ from odc_mpi.shard.model import ShardedModel
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
 SIZES = [1, 33, 70_000, 1000]
-REDUCTIONS = {
-    "accumulate": AccumulateGradientStore,
-    "mailbox": functools.partial(MailboxGradientStore, mailbox_bytes=20_000),
-}
+REDUCTIONS = {"accumulate": {}, "mailbox": {"reduction": "mailbox", "mailbox_bytes": 20_000, "progress": True}}
 
 
 @pytest.fixture(params=[1, 2], ids="islands of {}".format)
@@ -40,14 +34,13 @@ def islands(world, request):
     return Islands(world, request.param)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS.keys())
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("zero_copy", [True, False], ids=["zero-copy", "copies"])
 def test_owners_get_the_sums_of_all_islands_and_all_islands_their_parameters(
     world, islands, allocate, reduction, zero_copy
 ):
     """Some rounds, each with a rank that comes late, and parameters that depend on the sums."""
-    progress = reduction is not AccumulateGradientStore
-    transport = window_transport(world, zero_copy=zero_copy, reduction=reduction, islands=islands, progress=progress)
+    transport = window_transport(world, zero_copy=zero_copy, islands=islands, **REDUCTIONS[reduction])
     allocate(transport, SIZES)
     owned = [layout_of(numel, world, islands).owned(world.rank) for numel in SIZES]
     for number in range(4):

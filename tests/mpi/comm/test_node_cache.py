@@ -10,13 +10,11 @@ import torch
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from torch import nn
-from units import Block
+from units import Block, assert_fetched, assert_sums, write_parameters
 
 from odc_mpi import shard_model
 from odc_mpi.api import decide_for
 from odc_mpi.comm.factory import staged, window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -33,15 +31,8 @@ def nodes(world):
     return on_pretended_nodes(world)
 
 
-def smallest_mailbox(world, dtype):
-    """With less room than the gradient of a unit needs."""
-    return MailboxGradientStore(world, dtype, 256 * (world.size - 1))
-
-
-def write_own_parameters(transport, number):
-    for index in range(len(SIZES)):
-        transport.parameters.shard(index).fill_(10 * number + index)
-    transport.publish_parameters()
+#: With less room than the gradient of a unit needs.
+SMALL_MAILBOX = {"reduction": "mailbox", "mailbox_bytes": 256 * 3}
 
 
 def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allocate):
@@ -51,13 +42,11 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
     assert (parameters.access is Access.NODE) == (nodes.local_size == 2)
     shared = 0
     for number in range(ROUNDS):
-        write_own_parameters(transport, number)
+        values = [torch.full((numel,), 10.0 * number + index) for index, numel in enumerate(SIZES)]
+        write_parameters(transport, values)
         time.sleep(0.02 * (nodes.rank == 1))
         for index in random.Random(100 * number + nodes.rank).sample(range(len(SIZES)), len(SIZES)):
-            for _ in range(2):
-                fetched = parameters.fetch(index).wait()
-                assert torch.equal(fetched, torch.full((SIZES[index],), 10.0 * number + index))
-                parameters.release(fetched)
+            assert_fetched(transport, values, [index, index])
         shared += len(parameters.take_shared_fetches()) if transport.node_cache else 0
         time.sleep(0.02 * (nodes.rank == 1))
         transport.complete_gradients(np.zeros(1))
@@ -67,7 +56,7 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
 
 def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):
     """Without a progress thread. The rank that fetches completes its fetch after a push, which needs the others."""
-    transport = allocate(window_transport(nodes, node_cache=True, reduction=smallest_mailbox), SIZES)
+    transport = allocate(window_transport(nodes, node_cache=True, **SMALL_MAILBOX), SIZES)
     parameters, gradient = transport.parameters, torch.ones(1000)
     if nodes.rank == 1:
         fetch = parameters.fetch(3)
@@ -79,8 +68,7 @@ def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate
         transport.gradients.push(3, gradient).wait()
         assert not fetch.wait().any()
     transport.complete_gradients(np.zeros(1))
-    start, stop = parameters.layouts[3].owned(nodes.rank)
-    assert (transport.gradients.shard(3)[: stop - start] == 1).all()
+    assert_sums(transport, [*map(torch.zeros, SIZES[:3]), gradient])
 
 
 def test_there_is_no_cache_on_a_single_node(world, allocate):
@@ -141,22 +129,16 @@ def without_cache(nodes, module):
 
 @pytest.mark.parametrize("progress", [True, False], ids=["thread", "no thread"])
 @pytest.mark.parametrize(
-    ("prefetch", "device", "reduction"),
-    [
-        (0, None, AccumulateGradientStore),
-        (2, None, AccumulateGradientStore),
-        (2, LateDevice(), AccumulateGradientStore),
-        (0, None, smallest_mailbox),
-        (2, None, smallest_mailbox),
-    ],
+    ("prefetch", "device", "settings"),
+    [(0, None, {}), (2, None, {}), (2, LateDevice(), {}), (0, None, SMALL_MAILBOX), (2, None, SMALL_MAILBOX)],
     ids=["0", "2", "device", "mailbox 0", "mailbox 2"],
 )
 def test_training_gives_the_same_bits_and_moves_each_byte_once(
-    nodes, module, without_cache, prefetch, device, reduction, progress
+    nodes, module, without_cache, prefetch, device, settings, progress
 ):
     """Frozen ones once in all. With ranks without a microbatch, and forwards between the minibatches."""
-    settings = {"node_cache": True, "reduction": reduction, "progress": progress}
-    state, outputs, moved, kept = train(nodes, module, prefetch, device, **settings)
+    options = {"node_cache": True, "progress": progress} | settings
+    state, outputs, moved, kept = train(nodes, module, prefetch, device, **options)
     wanted, wanted_outputs, each, _ = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))

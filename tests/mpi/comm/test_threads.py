@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from units import assert_fetched, assert_sums, write_parameters
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
@@ -32,10 +33,6 @@ def threads():
     yield made
     for thread in made:
         thread.close()
-
-
-def parameters(index):
-    return torch.arange(SIZES[index], dtype=torch.float32) + 1000 * index
 
 
 def test_both_libraries_let_several_threads_in(transport):
@@ -113,10 +110,8 @@ def test_three_threads_fetch_and_push_at_a_time(transport, threads, world):
     """Integers, so that sums are exact; the main thread fetches what the other thread does not fetch just then."""
     fetch_thread, push_thread = threads
     rng = np.random.default_rng(world.rank)
-    for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(world.rank)
-        transport.parameters.shard(index)[: stop - start] = parameters(index)[start:stop]
-    transport.publish_parameters()
+    parameters = [torch.arange(numel, dtype=torch.float32) + 1000 * index for index, numel in enumerate(SIZES)]
+    write_parameters(transport, parameters)
     pushes = []
     for number in range(ROUNDS):
         mine, other = rng.permutation(len(SIZES))[:2].tolist()
@@ -124,17 +119,13 @@ def test_three_threads_fetch_and_push_at_a_time(transport, threads, world):
         fetch = fetch_thread.start(transport.parameters.start_fetch, other, ahead)
         gradient = torch.full((SIZES[number % len(SIZES)],), float(world.rank + number))
         pushes.append((push_thread.start(transport.gradients.push, number % len(SIZES), gradient, 0), gradient))
-        fetched = transport.parameters.fetch(mine).wait()
-        assert torch.equal(fetched, parameters(mine))
-        transport.parameters.release(fetched)
+        assert_fetched(transport, parameters, [mine])
         fetch.wait()
-        assert torch.equal(ahead, parameters(other))
+        assert torch.equal(ahead, parameters[other])
     for push, _ in pushes:
         push.wait()
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(world.rank)
-        numbers = range(index, ROUNDS, len(SIZES))
-        wanted = sum(rank + number for rank in range(world.size) for number in numbers)
-        assert bool((transport.gradients.shard(index)[: stop - start] == wanted).all())
+    numbers = [range(index, ROUNDS, len(SIZES)) for index in range(len(SIZES))]
+    totals = [sum(rank + number for rank in range(world.size) for number in each) for each in numbers]
+    assert_sums(transport, [torch.full((numel,), total) for numel, total in zip(SIZES, totals, strict=True)])
     transport.publish_parameters()

@@ -19,11 +19,6 @@ def tickets(world):
     made.close()
 
 
-def gather_drawn(world, drawn):
-    """Synchronize as for complete gradients, and gather the positions that every rank claimed."""
-    return world.gather_objects(drawn)
-
-
 def published(world):
     """Synchronize as for published parameters."""
     world.wait_collective(world.comm.Ibarrier(), "synchronizing at parameters_published of a test")
@@ -43,7 +38,7 @@ def test_a_position_is_drawn_when_it_is_asked_for(world, tickets):
     world.gather_objects(None)
     if world.rank == 0:
         drawn = list(drawing)
-    everyone = gather_drawn(world, drawn)
+    everyone = world.gather_objects(drawn)
     assert_each_once(everyone, 2 * world.size)
     assert len(everyone[0]) == world.size + 1
 
@@ -127,7 +122,7 @@ def test_own_node_first(world):
     own, other = world.rank % 2, 1 - world.rank % 2
     assert asked == sorted(asked, key=lambda host: host == other)
     assert own in asked
-    everyone = gather_drawn(world, drawn)
+    everyone = world.gather_objects(drawn)
     assert sorted(position for drawn in everyone for position in drawn) == list(range(4 * world.size))
     made.close()
 

@@ -1,17 +1,21 @@
 """Windows move the right elements: against exact sums, odd sizes, more ranks than elements."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
-from units import assert_pushed, assert_reports_and_sums, random_pushes, while_the_last_rank_computes
+from units import (
+    assert_fetched,
+    assert_pushed,
+    assert_reports_and_sums,
+    assert_sums,
+    random_pushes,
+    while_the_last_rank_computes,
+    write_parameters,
+)
 
 from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
 from odc_mpi.comm.reduce import accumulate, mailbox
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import parameters, rma
 from odc_mpi.comm.windows.rma import SharedWindow, Window
@@ -28,22 +32,14 @@ def zero_copy(request):
     return request.param
 
 
-#: With less space than the larger pushes need.
-REDUCTIONS = {
-    "accumulate": AccumulateGradientStore,
-    "mailbox": functools.partial(MailboxGradientStore, mailbox_bytes=20_000),
-}
-both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
+both_reductions = pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 
 
 @pytest.fixture
 def make(world, zero_copy, allocate):
-    def build(
-        sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True, reduction="accumulate"
-    ):
-        transport = window_transport(
-            world, param_dtype, reduce_dtype, zero_copy=zero_copy, reduction=REDUCTIONS[reduction]
-        )
+    def build(sizes=SIZES, trainable=True, **options):
+        # With less space than the larger pushes need.
+        transport = window_transport(world, zero_copy=zero_copy, mailbox_bytes=20_000, **options)
         return allocate(transport, sizes, trainable)
 
     return build
@@ -61,23 +57,13 @@ def transport_of(world, allocate, request):
     return build
 
 
-def write_own_parameters(transport, values):
-    for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(transport.group.rank)
-        transport.parameters.shard(index)[: stop - start] = values[index][start:stop]
-    transport.publish_parameters()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_rank_fetches_what_the_owners_wrote(transport_of, dtype):
     transport = transport_of(dtype, torch.float64 if dtype == torch.float64 else torch.float32)
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(numel, generator=generator).to(dtype) for numel in SIZES]
-    write_own_parameters(transport, values)
-    for index, wanted in enumerate(values):
-        fetched = transport.parameters.fetch(index).wait()
-        assert torch.equal(fetched, wanted)
-        transport.parameters.release(fetched)
+    write_parameters(transport, values)
+    assert_fetched(transport, values)
 
 
 @both_reductions
@@ -97,13 +83,11 @@ def test_long_messages_are_cut(make, world, monkeypatch, reduction):
     monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)
     transport = make([5000], reduction=reduction)
     values = torch.arange(5000, dtype=torch.float32)
-    write_own_parameters(transport, [values])
-    fetched = transport.parameters.fetch(0).wait()
-    assert torch.equal(fetched, values)
-    transport.gradients.push(0, fetched).wait()
+    write_parameters(transport, [values])
+    assert_fetched(transport, [values])
+    transport.gradients.push(0, values).wait()
     transport.complete_gradients(np.zeros(1))
-    start, stop = transport.parameters.layouts[0].owned(world.rank)
-    assert torch.equal(transport.gradients.shard(0)[: stop - start], values[start:stop] * world.size)
+    assert_sums(transport, [values * world.size])
 
 
 def test_reports_and_sums_reach_everyone(transport_of, world):
@@ -131,11 +115,11 @@ def test_frozen_arrays_have_no_gradient_shard(make, reduction):
 def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
     """A rank of the node sees a store without any fetch; a copy does not change any more."""
     transport = make([1000])
-    write_own_parameters(transport, [torch.zeros(1000)])
+    write_parameters(transport, [torch.zeros(1000)])
     fetched = transport.parameters.fetch(0).wait()
     assert (transport.parameters.access is Access.COPY) == (not zero_copy)
     transport.complete_gradients(np.zeros(1))
-    write_own_parameters(transport, [torch.arange(1000.0)])
+    write_parameters(transport, [torch.arange(1000.0)])
     assert torch.equal(fetched, torch.arange(1000.0) if zero_copy else torch.zeros(1000))
     transport.parameters.release(fetched)
     assert transport.parameters.buffers.peak_bytes == (0 if zero_copy else 4000)

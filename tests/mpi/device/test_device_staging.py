@@ -6,6 +6,7 @@ import torch
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from small_training import assert_like_plain, configure
+from units import assert_sums, write_parameters
 
 from odc_mpi import api
 from odc_mpi.comm.factory import staged, window_transport
@@ -47,9 +48,7 @@ def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes_and_nothi
     layout = FlatLayout.build("unit", [ParameterSpec("weight", (50, 7), True)], world.size)
     transport.allocate([layout])
     assert bool(device.registered) == registers
-    first, last = layout.owned(world.rank)
-    transport.parameters.shard(0)[: last - first] = torch.arange(first, last, dtype=torch.float32)
-    transport.publish_parameters()
+    write_parameters(transport, [torch.arange(350.0)])
     fetched = transport.parameters.fetch(0).wait()
     assert torch.equal(fetched, torch.arange(350.0))
     # Nothing lies in between: on one node a fetch is a view of the windows.
@@ -61,7 +60,7 @@ def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes_and_nothi
         transport.gradients.push(0, gradient).wait()
         gradient.fill_(float("nan"))  # it belongs to the computation again
     transport.complete_gradients(np.zeros(1))
-    assert (transport.gradients.shard(0)[: last - first] == 3 * world.size).all()
+    assert_sums(transport, [torch.full((350,), 3 * world.size)])
     assert not transport.parameters._pinned.pool._in_use
     assert not len(transport.parameters._events) and not len(transport.gradients._copies)
     assert not transport.parameters.buffers._in_use
@@ -79,12 +78,9 @@ def test_owners_write_only_after_the_copies_from_their_windows(world, options, r
     transport = staged(window_transport(on_pretended_nodes(world) if world.size > 1 else world, **options), device)
     layout = FlatLayout.build("unit", [ParameterSpec("weight", (3, 1007), True)], world.size)
     transport.allocate([layout] * 6)
-    first, last = layout.owned(world.rank)
     for version in range(3):
-        for index in range(6):
-            values = torch.arange(first, last, dtype=torch.float32) + index + version
-            transport.parameters.shard(index)[: last - first] = values
-        transport.publish_parameters()
+        values = [torch.arange(3021.0) + index + version for index in range(6)]
+        write_parameters(transport, values)
         fetches = [transport.parameters.fetch(index) for index in range(6)]
         for fetch in fetches:
             fetch.work.complete()  # as the fetch thread does: a stream, and nobody else, would wait for the copies
@@ -92,7 +88,7 @@ def test_owners_write_only_after_the_copies_from_their_windows(world, options, r
         for index in range(6):
             transport.parameters.shard(index).fill_(-1.0)
         for index, fetch in enumerate(fetches):
-            assert torch.equal(fetch.wait(), torch.arange(3021.0) + index + version)
+            assert torch.equal(fetch.wait(), values[index])
             transport.parameters.release(fetch.buffer)
         assert not transport.parameters._pinned.pool._in_use
     transport.close()

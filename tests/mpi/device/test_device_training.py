@@ -15,7 +15,7 @@ from odc_mpi.comm.device.device_stores import DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
 from odc_mpi.comm.islands.islands import Islands
-from odc_mpi.comm.reduce import device_slots
+from odc_mpi.comm.reduce import slots
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
 from odc_mpi.probe.decision import decide
@@ -43,7 +43,7 @@ def pose_as_device(monkeypatch, tmp_path):
     monkeypatch.setattr(made, "export", export)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)
-    for module in (factory, device_slots):
+    for module in (factory, slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
     return made
 

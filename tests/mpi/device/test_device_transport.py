@@ -7,11 +7,11 @@ import pytest
 import torch
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
-from units import assert_pushed, random_pushes
+from units import assert_pushed, assert_sums, random_pushes
 
 from odc_mpi.comm import factory
-from odc_mpi.comm.factory import gradient_store_factories, window_transport
-from odc_mpi.comm.reduce import device_slots
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.reduce import slots
 from odc_mpi.comm.windows.device_window import DeviceWindow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -73,21 +73,19 @@ def bytes_of(view):
 
 @pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread", "mailbox mapped"])
 def make(world, monkeypatch, request, allocate):
-    for module in (factory, device_slots):
+    for module in (factory, slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
 
     def build(sizes=SIZES, **dtypes):
-        device = LateDevice()
-        mapped = request.param.endswith("mapped")
-        reductions = gradient_store_factories(LITTLE_ROOM * max(1, world.size - 1), device, mapped=mapped)
         with_thread = request.param.endswith("thread")
         transport = window_transport(
             # Ranks of a pretended node share rings.
             on_pretended_nodes(world) if with_thread and world.size > 2 else world,
             **dtypes,
-            device=device,
-            mapped=mapped,
-            reduction=reductions[request.param.split()[0]],
+            device=LateDevice(),
+            mapped=request.param.endswith("mapped"),
+            reduction=request.param.split()[0],
+            mailbox_bytes=LITTLE_ROOM * max(1, world.size - 1),
             progress=with_thread,
         )
         return allocate(transport, sizes)
@@ -186,8 +184,7 @@ def test_several_pushes_on_the_way(make, world):
         push.wait()
         push.wait()
     transport.complete_gradients(np.zeros(1))
-    start, stop = transport.parameters.layouts[0].owned(world.rank)
-    assert torch.equal(transport.gradients.shard(0)[: stop - start], world.size * sum(values)[start:stop])
+    assert_sums(transport, [world.size * sum(values)])
 
 
 def test_memory_without_an_event_is_not_touched(make):

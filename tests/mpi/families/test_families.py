@@ -18,13 +18,12 @@ from small_training import configure, on_first_rank, train_to_the_end, training
 from tiny_configurations import FAMILIES, tiny_config
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_directory
-from odc_mpi.models.context_parallel_check import attention_shape
+from odc_mpi.models.context_parallel_attention import attention_shape
 from odc_mpi.models.decoding import generation_mode
-from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
+from odc_mpi.models.export import export
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [
@@ -90,7 +89,7 @@ def try_step(world, dataset_path, path, reference, capsys):
         loss = torch_reference.train(reference, inputs.dataset, [indices], config.optim)
         assert lines[0]["loss"] == pytest.approx(loss[0], rel=2e-5)
         with open_newest_checkpoint(path / "run") as checkpoint:
-            export(checkpoint, path / "exported", FullModelExporter(checkpoint))
+            export(checkpoint, path / "exported")
         composite = is_composite(reference.config)
         published = text_model(reference, path / "exported") if composite else reference
         published.save_pretrained(path / "expected")
@@ -177,7 +176,7 @@ def test_adapters_train_as_in_peft(world, dataset_path, base, family):
         losses = torch_reference.train(adapted, inputs.dataset, minibatches, config.optim)
         assert [line["loss"] for line in lines] == pytest.approx(losses, rel=2e-5)
         with open_newest_checkpoint(base / "run") as checkpoint:
-            export(checkpoint, base / "exported", AdapterExporter(checkpoint))
+            export(checkpoint, base / "exported")
         exported = load_file(base / "exported" / "adapter_model.safetensors")
         expected = peft.get_peft_model_state_dict(adapted)
         assert exported.keys() == expected.keys()
@@ -199,8 +198,8 @@ def test_adapters_of_a_multimodal_model_are_exported_merged(world, dataset_path,
     def compare():
         with open_newest_checkpoint(base / "run") as checkpoint:
             with pytest.raises(UserError, match=r"which is multimodal: .* export the merged text model with --merge"):
-                AdapterExporter(checkpoint)
-            export(checkpoint, base / "merged", MergedExporter(checkpoint))
+                export(checkpoint, base / "adapters")
+            export(checkpoint, base / "merged", merge=True)
         with pytest.raises(UserError, match=r"unknown setting .*: did you mean text_config.rms_norm_eps\?"):
             from_directory(base / "model", overrides={"rms_norm_eps": 1e-4})
         kind = transformers.AutoModelForCausalLM

@@ -5,9 +5,10 @@ import itertools
 
 import torch
 import torch_reference
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from odc_mpi.shard.optim import schedule_factor
 from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.update import schedule_factor
 
 
 def island_minibatches(config, num_islands):
@@ -16,14 +17,13 @@ def island_minibatches(config, num_islands):
     return [[batch.indices[list(positions)] for positions in batch.plan.islands] for batch in batches]
 
 
-def fragment_masks(parameters, num_fragments):
-    """For each fragment, which elements of each parameter belong to it, in the order of `parameters`."""
+def fragment_numbers(parameters, num_fragments):
+    """The fragment of each element of the concatenated parameters."""
     padded = [-(-p.numel() // 32) * 32 for p in parameters]
-    blocks = sum(padded) // 32
-    bounds = [blocks * i // num_fragments * 32 for i in range(num_fragments + 1)]
-    starts = [0, *itertools.accumulate(padded)]
-    positions = [torch.arange(p.numel()).view(p.shape) + start for p, start in zip(parameters, starts, strict=False)]
-    return [[(each >= lo) & (each < hi) for each in positions] for lo, hi in itertools.pairwise(bounds)]
+    bounds = torch.tensor([sum(padded) // 32 * i // num_fragments * 32 for i in range(1, num_fragments + 1)])
+    starts = itertools.accumulate(padded, initial=0)
+    positions = [torch.arange(p.numel()) + start for p, start in zip(parameters, starts, strict=False)]
+    return torch.searchsorted(bounds, torch.cat(positions), right=True)
 
 
 def train(module, names, dataset, minibatches, optim, islands):
@@ -31,27 +31,28 @@ def train(module, names, dataset, minibatches, optim, islands):
     replicas = [copy.deepcopy(module) for _ in minibatches[0]]
     parameters = [[dict(replica.named_parameters())[name] for name in names] for replica in replicas]
     optimizers = [torch_reference.make_optimizer(replica, optim) for replica in replicas]
-    outer = [p.detach().clone() for p in parameters[0]]
-    velocity = [torch.zeros_like(p) for p in outer]
-    masks, period = fragment_masks(outer, islands.fragments), islands.sync_every // islands.fragments
+    outer = parameters_to_vector(parameters[0]).detach()
+    velocity = torch.zeros_like(outer)
+    numbers, period = fragment_numbers(parameters[0], islands.fragments), islands.sync_every // islands.fragments
     tokens, sent = torch.zeros(islands.fragments, len(replicas), dtype=torch.float64), {}
     losses = []
 
     def send(number):
         weights = (tokens[number] / tokens[number].sum()).tolist()
         tokens[number] = 0
-        sent[number] = [
-            sum(w * (whole - own[i].detach()) for w, own in zip(weights, parameters, strict=True))
-            for i, whole in enumerate(outer)
-        ]
+        sent[number] = sum(
+            w * (outer - parameters_to_vector(own).detach()) for w, own in zip(weights, parameters, strict=True)
+        )
 
     @torch.no_grad()
     def apply(number):
-        for i, (mask, mean) in enumerate(zip(masks[number], sent.pop(number), strict=True)):
-            velocity[i][mask] = islands.outer_momentum * velocity[i][mask] + mean[mask]
-            outer[i][mask] -= islands.outer_learning_rate * (mean + islands.outer_momentum * velocity[i])[mask]
-            for own in parameters:
-                own[i][mask] = islands.local_share * own[i][mask] + (1 - islands.local_share) * outer[i][mask]
+        mask, mean = numbers == number, sent.pop(number)
+        velocity[mask] = (islands.outer_momentum * velocity + mean)[mask]
+        outer[mask] -= (islands.outer_learning_rate * (mean + islands.outer_momentum * velocity))[mask]
+        for own in parameters:
+            local = parameters_to_vector(own)
+            shared = islands.local_share * local + (1 - islands.local_share) * outer
+            vector_to_parameters(torch.where(mask, shared, local), own)
 
     for step, parts in enumerate(minibatches, 1):
         step_loss, counts = 0.0, [sum(int(dataset.num_trained_tokens[i]) for i in part) for part in parts]
@@ -77,6 +78,6 @@ def train(module, names, dataset, minibatches, optim, islands):
     for number in range(islands.fragments):  # the mean of the replicas at the end
         if tokens[number].sum():
             send(number)
-            for i, (mask, mean) in enumerate(zip(masks[number], sent.pop(number), strict=True)):
-                outer[i][mask] -= mean[mask]
-    return losses, dict(zip(names, outer, strict=True))
+            outer[numbers == number] -= sent.pop(number)[numbers == number]
+    pieces = zip(parameters[0], outer.split([p.numel() for p in parameters[0]]), strict=True)
+    return losses, dict(zip(names, (piece.view(p.shape) for p, piece in pieces), strict=True))

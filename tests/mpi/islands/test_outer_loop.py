@@ -7,7 +7,7 @@ import outer_reference
 import pytest
 import torch
 import torch_reference
-from small_training import assert_close, configure, expected, on_first_rank, training
+from small_training import assert_close, configure, on_first_rank, training
 
 from odc_mpi import Islands, OuterLoop, shard_model
 from odc_mpi.errors import TrainingError, UserError
@@ -29,30 +29,26 @@ SCHEDULES = [
 ]
 
 
-def outer_state(config, world):
-    """Train; return the data set, the losses of the steps, and the outer parameters in the order of the layout."""
-    inputs = open_inputs(config, world.rank, world.size, world.size // config.islands.by)
-    with training(config, world, inputs) as (trainer, _):
-        losses = []
-        for _ in range(config.run.steps):
-            losses.append(trainer.step()["loss"])
-            with find_outer_loop(trainer.callbacks).outer_parameters():  # as for an evaluation, which changes nothing
-                pass
-        names = [name for name, _ in trainer.model.named_shard_parameters()]
-        with find_outer_loop(trainer.callbacks).outer_parameters():
-            state = trainer.model.state_dict()
-            world.gather_objects(None)
-    return inputs.dataset, losses, {name: state[name] for name in names}
-
-
 def assert_like_replicas(config, world):
     """Train; losses and outer parameters are those of the replicas in plain torch."""
-    dataset, losses, state = outer_state(config, world)
+    inputs, losses = open_inputs(config, world.rank, world.size, world.size // config.islands.by), []
+    with training(config, world, inputs) as (trainer, _):
+        outer_loop = find_outer_loop(trainer.callbacks)
+        for _ in range(config.run.steps):
+            losses.append(trainer.step()["loss"])
+            with outer_loop.outer_parameters():  # as for an evaluation, which changes nothing
+                pass
+        with outer_loop.outer_parameters():
+            state = trainer.model.state_dict()
+            world.gather_objects(None)
+        state = {name: state[name] for name, _ in trainer.model.named_shard_parameters()}
 
     def compare():
         minibatches = outer_reference.island_minibatches(config, world.size // config.islands.by)
         module = torch_reference.initial_model(config)
-        wanted, outer = outer_reference.train(module, list(state), dataset, minibatches, config.optim, config.islands)
+        wanted, outer = outer_reference.train(
+            module, list(state), inputs.dataset, minibatches, config.optim, config.islands
+        )
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert_close(state, outer)
 
@@ -64,23 +60,11 @@ def test_islands_train_as_replicas_in_plain_torch_do(world, dataset_path, change
     assert_like_replicas(configure(dataset_path, **OUTER | changes), world)
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
 def test_islands_of_two_ranks_train_as_replicas_do(world, dataset_path, balance):
-    if world.size % 2:
-        pytest.skip("an odd number of ranks")
     changes = {"islands.by": 2, "data.balance": balance} if world.size > 2 else {"data.balance": balance}
     assert_like_replicas(configure(dataset_path, **OUTER | SCHEDULES[-1] | changes), world)
-
-
-def test_synchronizing_plain_sgd_in_each_step_is_training_without_islands(world, dataset_path):
-    """The mean of the islands, weighted by their tokens, is then the step of the whole minibatch."""
-    sgd = {"optim.optimizer": "sgd", "optim.learning_rate": 0.5, "optim.max_grad_norm": 0}
-    outer = {"islands.sync_every": 1, "islands.outer_learning_rate": 1.0, "islands.outer_momentum": 0.0}
-    config = configure(dataset_path, **OUTER | sgd | outer)
-    dataset, losses, state = outer_state(config, world)
-    wanted, parameters = expected(configure(dataset_path, **sgd, **{"run.steps": config.run.steps}), dataset)
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    assert_close(state, {name: parameters[name] for name in state})
 
 
 @pytest.fixture
@@ -172,10 +156,9 @@ def test_islands_synchronize_when_the_gradient_norm_changes(world, dataset_path)
     assert found == [*range(1, 26), 35, 40, 50, 60]
 
 
+@pytest.mark.sizes(2, 4)
 def test_the_outer_loop_in_a_loop_of_its_own(world):
     """Two islands move a parameter to different values; both continue from their mean, weighted by tokens."""
-    if world.size % 2:
-        pytest.skip("an odd number of ranks")
     islands = Islands(world, world.size // 2, "outer")
     module = torch.nn.Linear(8, 3, bias=False)
     torch.nn.init.zeros_(module.weight)
@@ -200,9 +183,8 @@ def test_the_outer_loop_in_a_loop_of_its_own(world):
         OuterLoop(world, model, Islands(world, world.size, "outer"))
 
 
+@pytest.mark.sizes(2, 4)
 def test_a_parameter_that_an_island_does_not_use_is_not_decayed_there(world):
-    if world.size % 2:
-        pytest.skip("an odd number of ranks")
     islands = Islands(world, world.size // 2, "outer")
     module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     for layer in module:

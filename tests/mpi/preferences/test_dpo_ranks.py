@@ -15,8 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import AllRanksUserError, StoppedError
-from odc_mpi.models import families
-from odc_mpi.models.logps import token_logps
+from odc_mpi.models import families, token_logps
 from odc_mpi.training.pairs import reference as reference_module
 from odc_mpi.training.stop import StopRequest
 

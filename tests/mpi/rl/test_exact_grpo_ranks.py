@@ -79,16 +79,3 @@ def test_slow_ranks_change_no_bit(world, exact, monkeypatch, way):
     monkeypatch.setattr(GRPOObjective, "on_microbatch_end", late)
     monkeypatch.setattr(RolloutSource, "_generate", late_to_generate)
     assert exact.train("all", world, **way) == wanted
-
-
-@pytest.mark.sizes(3)
-def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, exact):
-    settings = {"rl__loss_type": "dapo", "run__checkpoint_every": 1}
-    wanted, wanted_lines = exact.alone(**settings)
-    first, second = (exact.base / name / "checkpoints" for name in ("first", "second"))
-    _, begin = exact.train("first", world, **settings, run__steps=1)
-    resumed = {"run__steps": 2, "run__resume": first / "step_00000001"}
-    _, middle = exact.train("second", world.split("self"), **settings, **resumed)
-    digest, end = exact.train("third", world, **settings, run__resume=second / "step_00000002")
-    assert [*begin, *middle, *end] == wanted_lines
-    assert digest == wanted

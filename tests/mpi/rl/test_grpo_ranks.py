@@ -11,10 +11,12 @@ import torch_reference
 import transformers
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
 from number_words import number_words
+from packed_models import plain_completion
 from small_training import QWEN2, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models import families
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
@@ -99,7 +101,7 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
 
 @pytest.mark.sizes(2)
 def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, monkeypatch):
-    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._compute_rewards
+    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._score_group
     tokens, report = [], RolloutSource._report_token
 
     def scored(source, *arguments):
@@ -120,7 +122,7 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
         served.extend(waiting)
         return False
 
-    monkeypatch.setattr(RolloutSource, "_compute_rewards", scored)
+    monkeypatch.setattr(RolloutSource, "_score_group", scored)
     monkeypatch.setattr(RolloutSource, "_report_token", reports)
     monkeypatch.setattr(RolloutSource, "_wait", waits)
     world.progress.add(task)
@@ -174,11 +176,8 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
     model = torch_reference.initial_model(make_settings(grpo_dir)).eval()
-    prompts, lengths = read_prompt_tokens(grpo_dir), []
-    for index in range(5):
-        ids = torch.tensor([prompts[index].tokens])
-        greedy = {"max_new_tokens": MAX_LENGTH, "do_sample": False, "eos_token_id": END, "pad_token_id": 0}
-        lengths.append(model.generate(ids, attention_mask=torch.ones_like(ids), **greedy).shape[1] - ids.shape[1])
+    prompts, greedy = read_prompt_tokens(grpo_dir), SamplingParams(max_new_tokens=MAX_LENGTH)
+    lengths = [len(plain_completion(model, prompts[index].tokens, index, greedy, stop=END)) for index in range(5)]
     assert start["eval_reward"] == pytest.approx(-np.mean(lengths) / 4)
     assert start["eval_mean_length"] == np.mean(lengths) and start["eval_exact_match"] == 0
     assert summary["eval_reward"] == found[-1]["eval_reward"]

@@ -5,58 +5,27 @@ import time
 import pytest
 import torch
 from torch import nn
-from units import Block, assert_nan_is_known_to_all
+from units import Block
 
-from odc_mpi.comm import factory
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.step_phases import SYNC_POINTS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
-class Counting(Group):
-    """Writes down what is called, and when."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.calls = []
-        self.arrivals = []
-
-    def gradients_complete(self, report):
-        self.calls.append("A")
-        self.arrivals.append(time.perf_counter())
-        return super().gradients_complete(report)
-
-    def norm(self, values):
-        self.calls.append("N")
-        return super().norm(values)
-
-    def parameters_published(self):
-        self.calls.append("B")
-        super().parameters_published()
-
-    def broadcast(self, tensor):
-        self.calls.append("broadcast")
-        super().broadcast(tensor)
-
-
 @pytest.fixture(
-    params=[(AccumulateGradientStore, 0), (AccumulateGradientStore, 1), (MailboxGradientStore, 1)],
+    params=[("accumulate", 0), ("accumulate", 1), ("mailbox", 1)],
     ids=["accumulate", "accumulate ahead", "mailbox ahead"],
 )
-def counted(world, request, monkeypatch):
-    monkeypatch.setattr(factory, "Group", Counting)
+def model(world, request):
     reduction, prefetch = request.param
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))
-    transport = window_transport(world, reduction=reduction)
-    model = ShardedModel(module, transport, units=[Block], prefetch=prefetch)
-    transport.group.calls.clear()
-    transport.group.num_collectives = 0
-    yield model, transport.group
+    model = ShardedModel(module, window_transport(world, reduction=reduction), units=[Block], prefetch=prefetch)
+    model.spans.start_recording()
+    yield model
     model.close()
 
 
@@ -70,9 +39,8 @@ def run_minibatch(model, num_microbatches, pause_s=0.0):
 
 
 @pytest.mark.parametrize("clips", [True, False])
-def test_synchronization_points_of_a_step(counted, world, clips):
-    model, group = counted
-    optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
+def test_synchronization_points_of_a_step(model, world, clips):
+    optimizer, before = torch.optim.SGD(model.shard_parameters(), lr=0.1), model.usage.num_collectives
     for step in range(3):
         # Ranks run different numbers of microbatches, the first at some time none.
         totals = run_minibatch(model, (world.rank + step) % 3)
@@ -81,26 +49,23 @@ def test_synchronization_points_of_a_step(counted, world, clips):
             model.clip_grad_norm_(1.0)
         optimizer.step()
         model.publish()
-    assert group.calls == (["A", "N", "B"] if clips else ["A", "B"]) * 3
-    assert group.num_collectives == len(group.calls)
+    found = [span.kind for span in model.spans.drain() if span.kind in SYNC_POINTS]
+    assert found == [point for point in SYNC_POINTS if clips or point != "grad_norm"] * 3
+    assert model.usage.num_collectives == before + len(found)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_no_rank_waits_for_a_slow_rank_before_gradients_are_complete(counted, world):
-    model, group = counted
+def test_no_rank_waits_for_a_slow_rank_before_gradients_are_complete(model, world, monkeypatch):
     run_minibatch(model, 1)  # first touches are slow
     model.publish()
-    group.arrivals.clear()
+    arrivals, gather = [], Group.gradients_complete
+    monkeypatch.setattr(
+        Group, "gradients_complete", lambda *given: (arrivals.append(time.perf_counter()), gather(*given))[1]
+    )
     began = time.perf_counter()
     slow = world.rank == world.size - 1
     run_minibatch(model, 3, pause_s=0.6 if slow else 0.0)
-    waited = group.arrivals[0] - began
-    left = time.perf_counter() - began
+    waited, left = arrivals[0] - began, time.perf_counter() - began
     model.publish()
     assert waited > 1.7 if slow else waited < 0.9, f"rank {world.rank} came to A after {waited:.2f} s"
     assert left > 1.7, "nobody may pass A before the slow rank has come"
-
-
-def test_a_gradient_that_is_not_finite_is_known_to_all(counted, world):
-    model, _ = counted
-    assert_nan_is_known_to_all(model, world, lambda: run_minibatch(model, 1))

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
@@ -98,7 +96,7 @@ def network():
 
 @pytest.mark.parametrize(
     ("reduction", "prefetch", "cache_bytes"),
-    [(AccumulateGradientStore, 0, (0, 0, 0)), (MailboxGradientStore, 1, (0, 2000, 1 << 30))],
+    [("accumulate", 0, (0, 0, 0)), ("mailbox", 1, (0, 2000, 1 << 30))],
     ids=["accumulate", "mailbox ahead, cached"],
 )
 def test_uneven_ranks_train_as_plain_torch_does(world, network, reduction, prefetch, cache_bytes):

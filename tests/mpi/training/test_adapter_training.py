@@ -4,17 +4,15 @@ import contextlib
 import itertools
 import json
 
-import peft
 import pytest
 import small_training
 import torch
 import torch_reference
+from packed_models import first_values
 from small_training import QWEN2
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.models import build as models
 from odc_mpi.models.load import load_model
 from odc_mpi.training import source
 from odc_mpi.training.inputs import open_inputs
@@ -37,73 +35,41 @@ def configure(dataset_path, **changes):
 
 def run(config, world):
     inputs = open_inputs(config, world.rank, world.size)
-    first = {
-        name: inputs.model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
-        for name, parameter in inputs.model.module.named_parameters()
-    }
+    first = first_values(inputs.model)
     with small_training.training(config, world, inputs) as (trainer, steps):
         return inputs, [line["loss"] for line in steps()], first, trainer.model.state_dict()
 
 
-def peft_model(config, first, attention="sdpa"):
+def peft_model(config, inputs, attention="sdpa"):
     """peft's own model on one process, with the same first values."""
-    lora, base = config.lora, models.from_config(config.model.config, config.run.seed)
-    model = torch_reference.unsharded_model(base, config.model.config)
+    model = torch_reference.initial_model(config)
     for parameter in model.parameters():  # `to` would round rotary frequencies, too
         parameter.data = parameter.to(getattr(torch, config.model.param_dtype))
     model.set_attn_implementation(attention)
-    model = peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
-            modules_to_save=lora.modules_to_save,
-            target_parameters=lora.target_parameters,
-            layers_to_transform=lora.layers_to_transform,
-            task_type="CAUSAL_LM",
-        ),
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(first[name.removeprefix(PREFIX)])
-    return model
-
-
-def read_minibatches(config, inputs, rank=0, size=1):
-    loader = Loader(
-        inputs.dataset,
-        cost=inputs.loader.cost,
-        minibatch_sequences=config.data.minibatch_sequences,
-        max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
-        balance=config.data.balance if config.data.balance != "dynamic" else "lb_mini",
-        seed=config.run.seed,
-        rank=rank,
-        size=size,
-    )
-    return list(itertools.islice(loader, config.run.steps))
+    lora = dict(vars(config.lora))
+    settings = {f"lora_{name}": lora.pop(name) for name in ("alpha", "dropout")}
+    return torch_reference.with_adapters(model, inputs.model.weights, **lora, **settings)
 
 
 def trained_in(model):
     return {name.removeprefix(PREFIX): p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def reference(config, inputs, first):
+def reference(config, inputs):
     """Losses and adapters of a plain loop, one sequence at a time."""
-    model = peft_model(config, first)
-    indices = [minibatch.indices for minibatch in read_minibatches(config, inputs)]
+    model = peft_model(config, inputs)
+    indices = small_training.first_minibatches(config, inputs.dataset)
     return torch_reference.train(model, inputs.dataset, indices, config.optim), trained_in(model)
 
 
-def packed_reference(config, inputs, first, size):
+def packed_reference(config, inputs, size):
     """Losses and adapters of a plain loop over the microbatches of all ranks, each seeded as a run seeds it."""
-    model, optim = peft_model(config, first, "odc_packed").train(), config.optim
+    model, optim = peft_model(config, inputs, "odc_packed").train(), config.optim
     optimizer, losses = torch_reference.make_optimizer(model, optim), []
     for group in optimizer.param_groups:
         group["lr"] = optim.learning_rate
-    for of_ranks in zip(*(read_minibatches(config, inputs, rank, size) for rank in range(size)), strict=True):
+    loaders = (open_inputs(config, rank, size).loader for rank in range(size))
+    for of_ranks in itertools.islice(zip(*loaders, strict=True), config.run.steps):
         total = 0.0
         for minibatch in of_ranks:
             for batch in minibatch:
@@ -137,7 +103,7 @@ def test_losses_and_adapters_equal_peft(world, dataset_path, balance, targets, s
     changes = {"data.balance": balance, "lora.target_modules": targets, "lora.modules_to_save": saved}
     config = configure(dataset_path, **changes, **{"model.config.tie_word_embeddings": "false"})
     inputs, losses, first, state = run(config, world)
-    wanted, trained = reference(config, inputs, first)
+    wanted, trained = reference(config, inputs)
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert {name for name in state if ".lora_" in name or "modules_to_save" in name} == trained.keys()
     assert_trained_alike(state, trained)
@@ -160,8 +126,8 @@ def test_losses_and_adapters_equal_peft(world, dataset_path, balance, targets, s
 def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
     settings = {"data.balance": "lb_mini", "optim.lr_scheduler_type": "constant"} | changes
     config = configure(dataset_path, **settings)
-    inputs, losses, first, state = run(config, world)
-    wanted, trained = packed_reference(config, inputs, first, world.size)
+    inputs, losses, _, state = run(config, world)
+    wanted, trained = packed_reference(config, inputs, world.size)
     if config.model.param_dtype == "float32":
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert_trained_alike(state, trained, 1e-4, 1e-6)
@@ -241,12 +207,11 @@ def test_a_run_goes_on(world, saved, dataset_path, shared_dir):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora.r": 2}, "lora.r: expected 4"),
         ({"lora.alpha": 32}, "lora.alpha: expected 16"),
         ({"lora.r": None, "lora.alpha": None}, "is of adapters, got no lora.r"),
         ({"lora.target_modules": "[q_proj]"}, "of another model: .* is trainable .* there, absent in this one"),
     ],
-    ids=["r", "alpha", "none", "targets"],
+    ids=["alpha", "none", "targets"],
 )
 def test_other_adapters_are_refused(world, saved, dataset_path, changes, words):
     with pytest.raises(AllRanksUserError, match=words):

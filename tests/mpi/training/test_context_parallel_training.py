@@ -12,8 +12,8 @@ from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.context_parallel import even_bounds
 from odc_mpi.errors import UserError
-from odc_mpi.training import context_parallel
 from odc_mpi.training import run as training_run
+from odc_mpi.training import source
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
@@ -38,19 +38,10 @@ def split_longest(count, lengths, size, max_tokens, cost):
 def train(config, world):
     """Losses and parameters, and the number of split sequences."""
     inputs = open_inputs(config, world.rank, world.size)
-    num_split = 0
     with training(config, world, inputs) as (trainer, steps):
-        draw = trainer._source.next_minibatch
-
-        def counting():
-            nonlocal num_split
-            minibatch = draw()
-            num_split += len(minibatch.plan.splits)
-            return minibatch
-
-        trainer._source.next_minibatch = counting
-        losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
-    return inputs, losses, state, num_split
+        lines, state = steps(), trainer.model.state_dict()
+    num_split = sum(line.get("num_cut_sequences", 0) for line in lines)
+    return inputs, [line["loss"] for line in lines], state, num_split
 
 
 def configured(dataset_path, **changes):
@@ -133,10 +124,8 @@ def test_sequences_longer_than_a_microbatch(dataset_path, world):
 def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
     monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
     if world.rank == 1:
-        attend = context_parallel.context_parallel_attention
-        monkeypatch.setattr(
-            context_parallel, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args)
-        )
+        attend = source.context_parallel_attention
+        monkeypatch.setattr(source, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args))
     check(configured(dataset_path, **{"data.cost": "fitted"}), world, 10)
 
 

@@ -1,14 +1,11 @@
 """A model from a directory of safetensors on several ranks: the plain loop's results, one unit at a time."""
 
-import itertools
-
 import pytest
 import torch
 import torch_reference
 import transformers
-from small_training import STEPS, assert_close, configure, run, save_model
+from small_training import assert_close, configure, first_minibatches, run, save_model
 
-from odc_mpi.data.loader import Loader
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights, _StoredTensors
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
@@ -54,9 +51,7 @@ def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, dire
     assert all(numel <= part + 2 * longest_row for numel, part in zip(numels, wanted, strict=True))
     assert sum(wanted) <= sum(p.numel() for p in parameters) / world.size + 32 * len(parameters)
 
-    draw = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64, seed=config.run.seed)
-    minibatches = [minibatch.indices for minibatch in itertools.islice(draw, STEPS)]
-    losses = torch_reference.train(reference, dataset, minibatches, config.optim)
+    losses = torch_reference.train(reference, dataset, first_minibatches(config, dataset), config.optim)
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, reference.state_dict())
 
@@ -76,8 +71,7 @@ def test_the_loss_of_routers_is_that_of_transformers(world, dataset_path, shared
     dataset, metrics, state = run(config, world)
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **routers)
-    draw = Loader(dataset, minibatch_sequences=1, max_tokens_per_microbatch=64, seed=config.run.seed)
-    minibatches = [minibatch.indices for minibatch in itertools.islice(draw, STEPS)]
+    minibatches = first_minibatches(config, dataset)
     losses = torch_reference.train(reference, dataset, minibatches, config.optim, transformers_loss)
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, reference.state_dict())

@@ -69,7 +69,7 @@ def test_it_is_exported_over_it(world, moved, tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match=rf"base model in {place.with_name('base')}, found .*with --base"):
         load_model(run_dir)
     for more, name in (((), "adapters"), (("--merge",), "merged")):
-        export = ["checkpoint", "export", str(run_dir), "--out", str(tmp_path / name), *more]
+        export = ["export", str(run_dir), "--out", str(tmp_path / name), *more]
         assert main([*export, "--base", str(place)]) == 0
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (str(place), None)
@@ -85,10 +85,7 @@ def test_it_is_exported_over_it(world, moved, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert torch.equal(trained(load_model(tmp_path / "named")), expected)
     capsys.readouterr()
-    assert (
-        main(["checkpoint", "export", str(tmp_path / "merged"), "--out", str(tmp_path / "x"), "--base", str(place)])
-        == 2
-    )
+    assert main(["export", str(tmp_path / "merged"), "--out", str(tmp_path / "x"), "--base", str(place)]) == 2
     with pytest.raises(UserError, match=r"--base requires a LoRA adapter, .*merged holds a full model"):
         load_model(tmp_path / "merged", base=place)
 
@@ -113,7 +110,7 @@ def test_another_base_in_that_place_is_refused(world, moved, tmp_path, capsys, f
     with pytest.raises(UserError, match=words):
         load_model(run_dir, base=other)
     if world.rank == 0:
-        assert main(["checkpoint", "export", str(run_dir), "--out", str(tmp_path / "out"), "--base", str(other)]) == 2
+        assert main(["export", str(run_dir), "--out", str(tmp_path / "out"), "--base", str(other)]) == 2
         assert not (tmp_path / "out").exists()
         assert len(capsys.readouterr().err.splitlines()) == 1
     world.gather_objects(None)

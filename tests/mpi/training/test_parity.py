@@ -1,7 +1,6 @@
 """Training over windows gives the losses and parameters of a plain loop on one process."""
 
 import pytest
-import torch
 from small_training import (
     FROZEN,
     FROZEN_IDS,
@@ -11,12 +10,10 @@ from small_training import (
     expected,
     run,
     train_to_the_end,
-    training,
 )
 
 from odc_mpi.models import build as models
 from odc_mpi.models import families
-from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 #: For results that may depend on the number of ranks.
@@ -89,18 +86,6 @@ def test_fewer_sequences_than_ranks(world, dataset_path):
     metrics, _ = assert_like_plain(config, world)
     fewest = 1 if world.size == 1 else 0
     assert all((m["microbatches_min"], m["microbatches_max"]) == (fewest, 1) for m in metrics)
-
-
-@EVERY_SIZE
-def test_initial_weights_do_not_depend_on_the_number_of_ranks(world, dataset_path):
-    config = configure(dataset_path)
-    meta_model = models.from_config(config.model.config, config.run.seed)
-    inputs = open_inputs(config, world.rank, world.size)
-    with training(config, world, inputs) as (trainer, _):
-        state = trainer.model.state_dict()
-        for name, shape in trainer.model.parameter_shapes().items():
-            values = meta_model.weights.read(name, 0, state[name].numel()).view(shape)
-            assert torch.equal(state[name], values), name
 
 
 @pytest.mark.parametrize(("balance", "exact"), [("lb_mini", False), ("dynamic", True)])

@@ -62,17 +62,6 @@ def test_no_reference_to_a_buffer_remains_after_its_wait() -> None:
     thread.close()
 
 
-def test_buffers_taken_in_inference_mode_are_filled() -> None:
-    pool, thread = BufferPool(), CommunicationThread("t")
-    for taken, filled in ((True, False), (False, True), (True, True), (False, False)):
-        with torch.inference_mode(taken):
-            buffer = pool.acquire(10, torch.float32)
-        with torch.inference_mode(filled):
-            thread.start(lambda b=buffer: (b[2:5].copy_(torch.ones(3)), Work())[1]).wait()
-        assert bool((buffer[2:5] == 1).all())
-    thread.close()
-
-
 # Units
 
 
@@ -165,10 +154,6 @@ def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) ->
     ready.close()
 
 
-def threads_of(ready: UnshardedUnits) -> int:
-    return 0 if ready._thread is None else len(ready._thread._executor._threads)
-
-
 @pytest.mark.parametrize(
     ("access", "threads", "prefetch"), [(Access.COPY, True, 0), (Access.VIEW, True, 2), (Access.COPY, False, 2)]
 )
@@ -176,13 +161,13 @@ def threads_of(ready: UnshardedUnits) -> int:
 def test_no_thread_where_none_is_of_use_or_allowed(
     transport: RecordingTransport, access: Access, threads: bool, prefetch: int
 ) -> None:
-    transport.access, transport.thread_safe = access, threads
+    transport.parameters.access, transport.thread_safe = access, threads
     model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
     for _ in range(2):
         with model.minibatch():
             squares(model, (INPUT,)).backward()
         model.publish()
-    assert threads_of(model._unsharded) == 0
+    assert model._unsharded._thread is None
     assert (model._pusher._thread is not None) is (threads and prefetch > 0)
     model.close()
 
@@ -214,16 +199,6 @@ def test_nothing_is_fetched_in_vain(checkpointing: bool) -> None:
     plain, one_ahead, two_ahead = (run_ranks(1, partial(work, n), transport=LateTransport)[0] for n in (0, 1, 2))
     assert one_ahead == plain
     assert len(two_ahead) < len(plain), "there is room for one more unit to stay"
-
-
-@on_ranks(2, transport=LateTransport)
-def test_a_rank_without_a_microbatch_fetches_nothing_and_starts_no_thread(transport: LateTransport) -> None:
-    model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=1)
-    for _ in range(3):
-        step(model, 2 if transport.group.rank else 0)
-    assert bool(transport.names("fetch", "push")) is bool(transport.group.rank)
-    assert threads_of(model._unsharded) == (1 if transport.group.rank else 0)
-    model.close()
 
 
 @on_ranks(1, transport=LateTransport)

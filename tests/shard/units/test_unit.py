@@ -39,13 +39,12 @@ def value_of(name: str) -> int:
 def simple(transport: RecordingTransport, count: int, prefetch: int = 0) -> tuple[list[Unit], UnshardedUnits]:
     """A root and some units of one array."""
     names = ["", *(f"u{i}" for i in range(count))]
-    return host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names]), unsharded_units(
-        transport, prefetch
-    )
+    units = host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names])
+    return units, unsharded_units(units, transport, prefetch)
 
 
-def unsharded_units(transport: RecordingTransport, prefetch: int = 0) -> UnshardedUnits:
-    return UnshardedUnits(transport, prefetch, SpanRecorder(), TrafficCounter(transport))
+def unsharded_units(units: list[Unit], transport: RecordingTransport, prefetch: int = 0) -> UnshardedUnits:
+    return UnshardedUnits(units, transport, prefetch, SpanRecorder(), TrafficCounter(transport))
 
 
 def states(units: Sequence[Unit]) -> str:
@@ -75,7 +74,7 @@ def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTra
 def test_find_returns_the_unit_of_a_view(transport: RecordingTransport) -> None:
     arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
     (unit,) = host(transport, [("u", arrays)])
-    ready = unsharded_units(transport)
+    ready = unsharded_units([unit], transport)
     ready.unshard(unit)
     parameter = unit.parameter("t.0")
     for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):

@@ -43,7 +43,7 @@ def test_metrics_do_not_depend_on_who_generated_a_group(num_ranks):
             ranks[position % num_ranks].add_group(position, completions, rewards, np.zeros(1, np.bool_))
         gathered = MinibatchStats(ranks[0].gathered_names)
         for rank in ranks:
-            gathered.local.update(zip(rank.gathered_names, rank.local_values(), strict=True))
+            gathered.local.update(rank.values)
             rows.append(gathered.report(np.zeros(0), [True]))
         gathered.receive_reports(np.stack(rows))
         return {name: value for name, value in ranks[0].compute(gathered).items() if not name.startswith("groups_")}

@@ -1,28 +1,43 @@
-"""Estimate of the memory that a rank needs, by purpose. Nothing is allocated, so the model need not fit in memory.
+"""`odc-mpi train --dry-run`: reports the memory per rank, steps, tokens and the first microbatch, without training.
 
-Activations are estimated from the tensors that autograd saves for a few tokens on the meta device or, if the model
-cannot run there, with a formula. Attention scores are counted only for eager attention and soft caps.
+Nothing is allocated, so the model need not fit in memory. Activations are estimated from the tensors that autograd
+saves for a few tokens on the meta device or, if the model cannot run there, with a formula. Attention scores are
+counted only for eager attention and soft caps.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from odc_mpi.api import dtypes_by_parameter
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.loader import Loader
+from odc_mpi.data.show import show_sequences
+from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.models.build import MetaModel
-from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
-from odc_mpi.runtime.memory import available_bytes
+from odc_mpi.models.families import trial_inputs
+from odc_mpi.models.token_logps import MAX_ELEMENTS
+from odc_mpi.runtime.memory import available_bytes, peak_resident_bytes
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
+from odc_mpi.training.inputs import Inputs, open_inputs
+from odc_mpi.training.resolved_settings import resolve_settings
+from odc_mpi.training.run import resolve_steps
+from odc_mpi.training.run_info import samples_per_step, steps_per_epoch, unit_of_samples
 from odc_mpi.training.settings import Config
 
+#: Number of minibatches whose plans are searched for the largest microbatch.
+_NUM_MINIBATCHES = 50
 #: Tokens in the forward pass on the meta device. Few, because attention saves scores there, which grow quadratically.
 _NUM_TOKENS = 16
 #: Bytes of 16-bit activations per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198).
@@ -41,6 +56,82 @@ class MemoryPart:
     name: str
     num_bytes: int
     on_gpu: bool = False
+
+
+def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
+    """Print the memory per rank, the number of steps and, except for GRPO, the first microbatch of a run. Collective.
+
+    The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. No file is
+    written, except for downloaded models. Raises `AllRanksUserError` if the settings, data or model cannot be used.
+    """
+    config = resolve_settings(config, world)[0]
+    size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
+
+    def describe() -> None:
+        num_islands = size // _ranks_per_island(config, size, local_size) if config.islands.mode == "outer" else 1
+        inputs = open_inputs(config, 0, size, num_islands)
+        base_bytes = peak_resident_bytes()
+        full = resolve_steps(config, inputs.dataset)
+        sequences, microbatch, accumulates = _inspect_plans(inputs, full)
+        parts = estimate_memory(full, inputs.model, size, local_size, sequences, accumulates=accumulates)
+        parts.insert(0, MemoryPart("Python and its libraries", base_bytes))
+        print("\n".join([*_describe_size(full, inputs, size), *_table(parts)]))
+        print(f"activations and logits of a microbatch of {sum(sequences):,} tokens, the largest of the first steps")
+        if isinstance(inputs.dataset, Dataset):
+            try:
+                show_sequences(inputs.dataset.path, microbatch, Console())
+            except UserError as error:
+                print(f"first microbatch: not decoded: {error}")
+        inputs.close()
+
+    world.run_on_all(lambda: describe() if world.rank == 0 else None)
+
+
+def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int], bool]:
+    """Return the largest microbatch's lengths, the first one's indices, and True if a rank may run several per step."""
+    limit = config.data.max_tokens_per_microbatch
+    if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
+        return [limit], [], True  # completions are assumed to have the maximum length
+    first: list[int] = []
+    lengths, largest, accumulates = inputs.dataset.lengths, [0], False
+    for minibatch in itertools.islice(inputs.loader, min(_NUM_MINIBATCHES, config.run.steps)):
+        plan = minibatch.plan
+        accumulates = (
+            accumulates or bool(plan.pool) or any(len(list(filter(None, each))) > 1 for each in plan.microbatches)
+        )
+        for positions in itertools.chain(*plan.microbatches, plan.pool):
+            indices = minibatch.indices[list(positions)]
+            first = first or indices.tolist()
+            largest = max(largest, lengths[indices].tolist(), key=sum)
+    return largest, first, accumulates
+
+
+def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
+    num, per_step, steps = len(inputs.dataset), samples_per_step(config), config.run.steps
+    epochs = steps / steps_per_epoch(config, num)
+    num_parameters = sum(parameter.numel() for parameter in inputs.model.module.parameters())
+    lines = [
+        f"ranks   {num_ranks}",
+        f"model   {type(inputs.model.module).__name__}, {num_parameters:,} parameters, {config.model.param_dtype}",
+        f"data    {config.data.path}: {num:,} {unit_of_samples(config)}, {per_step} per step",
+        f"steps   {steps:,}, {epochs:.2f} epochs",
+    ]
+    if isinstance(inputs.dataset, Dataset):
+        mean, trained = inputs.dataset.lengths.mean(), inputs.dataset.num_trained_tokens.mean()
+        lines.append(f"tokens  about {epochs * num * mean:,.0f}, of which {epochs * num * trained:,.0f} with loss")
+    return [*lines, f"output  {config.run.dir} (not written)"]
+
+
+def _table(parts: list[MemoryPart]) -> list[str]:
+    totals = [MemoryPart("total", sum(x.num_bytes for x in parts if x.on_gpu is gpu), gpu) for gpu in (False, True)]
+    return [
+        "memory per rank (estimate)",
+        *(
+            f"  {part.name:26}{part.num_bytes / 2**20:12,.0f} MiB{'  GPU' if part.on_gpu else ''}"
+            for part in (*parts, *totals)
+            if part.num_bytes
+        ),
+    ]
 
 
 def estimate_memory(
@@ -63,8 +154,7 @@ def estimate_memory(
     maps_gpus = is_auto and num_ranks <= ranks_per_node
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or maps_gpus)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
-    nodes = {str(first): min(ranks_per_node, num_ranks - first) for first in range(0, num_ranks, ranks_per_node)}
-    island_size = ranks_per_island(config.islands.by, nodes)
+    island_size = _ranks_per_island(config, num_ranks, ranks_per_node)
     trains_apart = config.islands.mode == "outer" and island_size < num_ranks
     num_islands = num_ranks // island_size
     sizes = _Sizes.of(config, model, *((island_size, 1) if trains_apart else (num_ranks, num_islands)))
@@ -100,6 +190,11 @@ def estimate_memory(
         MemoryPart("free blocks of malloc", 0 if gpu else round((activations + logits) * _MALLOC_SHARE)),
     ]
     return [part for part in parts if part.num_bytes > 0]
+
+
+def _ranks_per_island(config: Config, num_ranks: int, ranks_per_node: int) -> int:
+    nodes = {str(first): min(ranks_per_node, num_ranks - first) for first in range(0, num_ranks, ranks_per_node)}
+    return ranks_per_island(config.islands.by, nodes)
 
 
 @dataclass(frozen=True)
@@ -206,14 +301,7 @@ def _saved_bytes_per_token(model: MetaModel, dtype: torch.dtype) -> float | None
     if not model.adapter:  # otherwise, the parameters have their types already
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
-    try:
-        return _count_saved(model)
-    except Exception:  # a forward on the meta device raises exceptions of many kinds, for example in routers
-        return None
-
-
-def _count_saved(model: MetaModel) -> float:
-    parameters = {p.untyped_storage()._cdata for p in model.module.parameters()}
+    parameters = {p.untyped_storage()._cdata for p in module.parameters()}
     saved: dict[int, Any] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,12 +309,9 @@ def _count_saved(model: MetaModel) -> float:
             saved[storage._cdata] = storage  # kept alive, so that no other storage gets its address
         return tensor
 
-    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
-    bounds = torch.tensor([0, _NUM_TOKENS], dtype=torch.int32)
-    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if not model.packing.packs:
-        inputs["attention_mask"] = torch.zeros(1, 1, _NUM_TOKENS, _NUM_TOKENS, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model.module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
-    del output
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(**trial_inputs([_NUM_TOKENS], packs=model.packing.packs))
+    except Exception:  # a forward on the meta device raises exceptions of many kinds, for example in routers
+        return None
     return sum(storage.nbytes() for storage in saved.values()) / _NUM_TOKENS

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.shard.gradient_format.fixed_point import FIRST_EXPONENT, MAX_RISE, FixedPointGradients
+from odc_mpi.shard.fixed_point import FIRST_EXPONENT, MAX_RISE, FixedPointGradients
 
 NUMEL = 40_000
 

@@ -19,14 +19,14 @@ Note: the norm
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from odc_mpi.comm.kernels.native import Segment, largest_magnitude
-from odc_mpi.shard.gradient_format.base import GradientFormat
+from odc_mpi.shard.gradient_format import GradientFormat
 
 #: Sums must not exceed 2**SUM_BITS.
 SUM_BITS = 62
@@ -122,8 +122,8 @@ class FixedPointGradients(GradientFormat):
         """Convert the integers in `window` to floating-point numbers, first to fp64 and then to the dtype of `like`."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._received[index]
-        for part in _parts(window):
-            gradient[part] = window[part].double().mul_(scale)
+        for part, integers in zip(_parts(gradient), _parts(window), strict=True):
+            part.copy_(integers.double().mul_(scale))
         return gradient
 
     @override
@@ -136,7 +136,7 @@ class FixedPointGradients(GradientFormat):
         for row, index in zip(totals, self._numels, strict=True):
             for gradient in gradients.get(index, ()):
                 for part in _parts(gradient):
-                    row += self._squares(index, gradient[part])
+                    row += self._squares(index, part)
         return totals.ravel()
 
     @override
@@ -175,12 +175,13 @@ class FixedPointGradients(GradientFormat):
             gradient = gradient.detach().reshape(-1)
             largest = torch.maximum(largest, largest_magnitude(gradient) * scale)
             lost_here, measured = torch.zeros_like(lost), 0
-            for number, part in enumerate(_parts(gradient)):
-                exact = self._workspace(gradient[part]).copy_(gradient[part]).mul_(scale)
+            targets = _parts(flat[start : start + gradient.numel()])
+            for number, (part, target) in enumerate(zip(_parts(gradient), targets, strict=True)):
+                exact = self._workspace(part).copy_(part).mul_(scale)
                 if number % PARTS_PER_MEASUREMENT == 0:
                     lost_here += _lost(exact)
                     measured += exact.numel()
-                put(flat[start + part.start : start + part.stop], exact.round_())
+                put(target, exact.round_())
             lost = lost + lost_here * (gradient.numel() / max(1, measured))
         statistics = torch.cat(
             [
@@ -238,10 +239,8 @@ def _bits(number: float) -> int:
     return exponent - (mantissa == 0.5)
 
 
-def _parts(flat: torch.Tensor) -> Iterator[slice]:
-    most = _max_part_numel(flat)
-    for start in range(0, flat.numel(), most):
-        yield slice(start, min(start + most, flat.numel()))
+def _parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return flat.split(_max_part_numel(flat))
 
 
 def _max_part_numel(flat: torch.Tensor) -> int:

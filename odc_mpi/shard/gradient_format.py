@@ -1,4 +1,7 @@
-"""Gradients as floating-point numbers. Since sums are rounded, they depend on the order of their terms.
+"""Number formats of gradients: their interface, and floating-point numbers (`shard.fixed_point` has another format).
+
+Arrays are identified by their index in the transport. Since floating-point sums are rounded, they depend on the order
+of their terms.
 
 Note: sums that overflow
     A sum of finite gradients can be infinite. An owner knows whether its sum is finite only once the gradients are
@@ -8,6 +11,7 @@ Note: sums that overflow
     is computed only when it is pushed, because an element that has overflowed stays infinite or NaN.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,8 +20,69 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.kernels.native import Segment, add_segments_, flatten, largest_magnitude
-from odc_mpi.shard.gradient_format.base import GradientFormat
-from odc_mpi.shard.optim import squared_norm
+
+
+class GradientFormat(ABC):
+    """Number format in which gradients are pushed and summed."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin a minibatch and discard the statistics of the previous one."""
+
+    @abstractmethod
+    def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
+        """Write gradients of array `index` to the push buffer `flat`, and zeros to all other elements of the buffer.
+
+        Args:
+            segments: Pairs of an offset in `flat` and a gradient of any shape to write there, by ascending offset.
+            flat: Buffer, `[n]` of the gradient store's dtype.
+        """
+
+    @abstractmethod
+    def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
+        """Add gradients of array `index` to the local sum `flat`. Takes the same arguments as `write_flat`."""
+
+    def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
+        """Record that the local sum `flat` of array `index` is about to be pushed."""
+
+    @abstractmethod
+    def local_statistics(self) -> np.ndarray:
+        """Return numbers to be summed over all ranks, float64 `[k]`, with the same k on all ranks.
+
+        This call waits for the device.
+        """
+
+    @abstractmethod
+    def apply_global_statistics(self, totals: np.ndarray) -> bool:
+        """Apply `totals`, the sums of `local_statistics` over all ranks. Return True if the gradients are finite."""
+
+    @abstractmethod
+    def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Convert `window`, this rank's gradient shard `[n]` of array `index`, to the dtype and device of `like`.
+
+        If no conversion is needed, the result may be `window` itself. Transfers to a GPU may be asynchronous.
+        """
+
+    def note_scaling(self, divisor: float) -> None:  # noqa: B027 - optional
+        """Record that all gradients have been divided by `divisor`."""
+
+    @abstractmethod
+    def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
+        """Return numbers to be summed over all ranks for `norm`, float64 `[k]`, with the same k on all ranks.
+
+        `gradients` contains the gradients of this rank's slices, by array index.
+        """
+
+    @abstractmethod
+    def norm(self, totals: np.ndarray) -> float:
+        """Compute the norm of all gradients from `totals`, the sums of `sum_of_squares` over all ranks, float64 `[k]`.
+
+        The norm is NaN or infinite if a gradient is not finite.
+        """
+
+    @abstractmethod
+    def bounds(self) -> Mapping[int, torch.Tensor]:
+        """Return a scaled bound on this rank's pushes of each array, by index. Not finite if a gradient is not."""
 
 
 class FloatGradients(GradientFormat):
@@ -68,7 +133,11 @@ class FloatGradients(GradientFormat):
 
     @override
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        return np.array([squared_norm([own for slices in gradients.values() for own in slices])])
+        own = [gradient for slices in gradients.values() for gradient in slices]
+        if not own:
+            return np.zeros(1)
+        norms = torch.stack(torch._foreach_norm(own, 2.0, dtype=torch.float64))
+        return np.array([float(norms.square().sum())])
 
     @override
     def norm(self, totals: np.ndarray) -> float:

@@ -1,0 +1,242 @@
+"""Export of a checkpoint to a Hugging Face directory: a full model, adapters, or a base model with merged adapters.
+
+Tensors of the checkpoint and the base model are read only when the output file that contains them is written. All
+tensors of one output file are in memory at the same time. Optimizer state is not exported.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from typing_extensions import override
+
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.side_files import GENERATION_CONFIG, SideFiles
+from odc_mpi.checkpoint.state import MODEL, read_tensor
+from odc_mpi.data.tokenizer import write_files
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.files import set_default_mode, sync
+from odc_mpi.hub import cached_model_path, parse_name
+from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
+from odc_mpi.models.build import MetaModel, is_model_directory
+from odc_mpi.models.heads import REWARD, task_of
+from odc_mpi.models.load import load_base, load_checkpoint
+from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
+from odc_mpi.shard.local_shards import WeightSource
+from odc_mpi.shard.partition import replicated_persistent_tensors
+
+#: Maximum size of the weights in one file, in bytes. A larger tensor gets a file of its own.
+FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Content of an exported directory, except side files.
+
+    `tensors` maps exported names to tensors placed in those of `source`. `config` is the content of adapter_config.json
+    or, if `is_model` is True, of config.json. `dtype` names the default torch dtype for floating-point weights.
+    `buffers` contains the tensors of `source` that keep their dtype.
+    """
+
+    tensors: Mapping[str, PlacedTensor]
+    source: WeightSource
+    config: dict[str, Any]
+    dtype: str
+    is_model: bool
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def export(
+    checkpoint: Checkpoint, out: Path, *, merge: bool = False, dtype: str | None = None, base: Path | None = None
+) -> list[str]:
+    """Export a checkpoint as a directory for `from_pretrained` of transformers or peft. Return the names of its files.
+
+    Args:
+        out: Directory to create, which appears atomically with all of its files. It may already exist if it is empty.
+        merge: True to export the base model of an adapter checkpoint (or its text model, if it is multimodal) with the
+            adapters merged into the weights, instead of the adapters.
+        dtype: Name of the torch dtype for floating-point weights. By default, `model.param_dtype`, or float32 for
+            adapters.
+        base: Directory that now contains the base model of an adapter checkpoint, if not `model.path`. An exported
+            adapter_config.json names it. Without it, adapters can be exported even if the base model no longer exists.
+
+    Raises:
+        UserError: `out` exists and is not an empty directory, a file cannot be written, the checkpoint is damaged or
+            cannot be exported, `merge` or `base` is given for a full model, or the base model is missing or wrong.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"expected a new directory as --out, got {str(out)!r}, which exists: change --out")
+    has_adapters = "adapter" in checkpoint.manifest.metadata
+    if not has_adapters and (option := "--merge" if merge else "--base" if base else None):
+        raise UserError(f"{option} requires adapters, but {checkpoint.directory} is a full model: remove {option}")
+    content = _adapters(checkpoint, base) if has_adapters and not merge else _model(checkpoint, base)
+    dtype = dtype or content.dtype
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
+            directory = Path(name, "model")
+            directory.mkdir()
+            _write_weights(content, directory, getattr(torch, dtype))
+            side_files = SideFiles(checkpoint.manifest.metadata["config"], base)
+            if content.is_model:
+                _write_model_config(directory, content.config | {"dtype": dtype}, side_files)
+            else:  # adapters use the special tokens of their base
+                _write_json(directory / "adapter_config.json", content.config)
+            write_files(side_files.tokenizer, directory)
+            names = sorted(path.name for path in directory.iterdir())
+            for file in names:
+                sync(directory / file)
+            sync(directory)
+            directory.replace(out)
+        sync(out.parent)
+    except (OSError, SafetensorError) as error:  # safetensors does not raise OSError for a full disk
+        reason = getattr(error, "strerror", None) or one_line_message(error)
+        raise UserError(
+            f"expected --out in a folder that can be written, got {str(out)!r} ({reason}): change --out"
+        ) from error
+    return names
+
+
+def _adapters(checkpoint: Checkpoint, base: Path | None) -> _Content:
+    """Return adapters for `PeftModel.from_pretrained`. Raise `UserError` for a wrong base, or a multimodal one."""
+    if base is not None:
+        load_base(checkpoint, base=base)
+    metadata = checkpoint.manifest.metadata
+    location = str(base or "") or metadata["base"]["path"] or ""
+    path = Path(cached_model_path(location))
+    if location and is_model_directory(path) and _is_multimodal(path):
+        raise UserError(
+            f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft would not "
+            "find their layers, so export the merged text model with --merge"
+        )
+    tensors = {
+        peft_name(name): PlacedTensor.of(name, checkpoint.record(f"{MODEL}/{name}").shape)
+        for name in _trained(checkpoint)
+    }
+    name, revision = parse_name(location) or (location or None, None)  # as peft names a base from the Hub
+    config = {**metadata["adapter"], "base_model_name_or_path": name, "revision": revision}
+    return _Content(tensors, _StoredWeights(checkpoint), config, "float32", is_model=False)
+
+
+def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
+    """Return a full or merged model as published tensors, with the names and shapes that `save_pretrained` writes."""
+    metadata = checkpoint.manifest.metadata
+    is_merged = "adapter" in metadata
+    meta_model = load_base(checkpoint, base=base) if is_merged else load_checkpoint(checkpoint)
+    module = meta_model.module
+    buffers = dict(replicated_persistent_tensors(module))
+    shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *buffers.items())}
+    tensors = published_tensors(module, shapes)
+    source = _MergedWeights(checkpoint, meta_model, buffers) if is_merged else _StoredWeights(checkpoint)
+    config = {**metadata["transformers_config"], "architectures": metadata["architectures"]}
+    config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
+    return _Content(tensors, source, config, metadata["config"]["model"]["param_dtype"], True, buffers)
+
+
+class _StoredWeights(WeightSource):
+    """Source of the model's tensors in a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    @override
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return read_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
+
+
+class _MergedWeights(WeightSource):
+    """Source of a base model's tensors, with the adapters in a checkpoint merged into the weights.
+
+    An adapted weight is `W + alpha / r * B @ A`, computed in float32. Modules trained in full replace the originals.
+    The module of `base` is modified in place.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, base: MetaModel, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._checkpoint, self._base, self._buffers = checkpoint, base.weights, buffers
+        self._replaced = {base_name(name): name for name in _trained(checkpoint) if not is_adapter(name)}
+        self._shapes = {name: parameter.shape for name, parameter in base.module.named_parameters()}
+        self._module = add_adapters(base, checkpoint.manifest.metadata["adapter"], 0, torch.float32).module
+        self._layers = adapted_layers(self._module)
+        self._merged: tuple[str, torch.Tensor] | None = None
+
+    @override
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name].reshape(-1)[start:stop]
+        if name in self._replaced:
+            return read_tensor(self._checkpoint, f"{MODEL}/{self._replaced[name]}", start, stop)
+        if name not in self._layers:
+            return self._base.read(name, start, stop)
+        if self._merged is None or self._merged[0] != name:
+            self._merged = name, self._merge(name).reshape(-1)
+        return self._merged[1][start:stop].clone()  # tensors of a safetensors file cannot share memory
+
+    def _merge(self, name: str) -> torch.Tensor:
+        layer, shape = self._layers[name], self._shapes[name]
+        weight = self._base.read(name, 0, shape.numel()).reshape(shape)
+        a, b = (self._read_stored(f"{layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
+        return add_product(self._module.get_submodule(layer), weight.float(), a, b)
+
+    def _read_stored(self, name: str) -> torch.Tensor:
+        record = self._checkpoint.record(f"{MODEL}/{name}")
+        return read_tensor(self._checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
+
+
+def _is_multimodal(path: Path) -> bool:
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return config.get_text_config() is not config
+
+
+def _trained(checkpoint: Checkpoint) -> list[str]:
+    tensors = checkpoint.manifest.tensors.items()
+    return [path.removeprefix(f"{MODEL}/") for path, record in tensors if record.kind == "trainable"]
+
+
+def _write_weights(content: _Content, out: Path, dtype: torch.dtype) -> None:
+    stem = "model" if content.is_model else "adapter_model"
+    split = split_state_dict_into_shards_factory(
+        {name: placed.numel() * _type(content, name, dtype).itemsize for name, placed in content.tensors.items()},
+        get_storage_size=lambda num_bytes: num_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=FILE_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        # The tensors of a file are freed before those of the next one are read.
+        save_file({name: _read(content, name, dtype) for name in names}, out / file, metadata={"format": "pt"})
+        set_default_mode(out / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(out / f"{stem}.safetensors.index.json", index)
+
+
+def _type(content: _Content, name: str, dtype: torch.dtype) -> torch.dtype:
+    buffer = content.buffers.get(content.tensors[name].regions[0].source)
+    return dtype if buffer is None else buffer.dtype
+
+
+def _read(content: _Content, name: str, dtype: torch.dtype) -> torch.Tensor:
+    placed = content.tensors[name]
+    values = placed.read_range(content.source, 0, placed.numel()).reshape(placed.shape)
+    return values.to(_type(content, name, dtype)).contiguous()
+
+
+def _write_model_config(out: Path, config: dict[str, Any], side_files: SideFiles) -> None:
+    trained_with = {}
+    if task_of(config["architectures"][0]) is REWARD:
+        # A classifier scores the last token that is not padding, so it keeps the padding token of its training.
+        trained_with = {"pad_token_id": config["pad_token_id"]}
+    else:
+        _write_json(out / GENERATION_CONFIG, side_files.generation_config(config))
+    _write_json(out / "config.json", side_files.model_config(config) | trained_with)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

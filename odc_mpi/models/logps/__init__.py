@@ -1,1 +1,0 @@
-"""Log-probabilities of tokens. Logits are computed in blocks of positions."""

@@ -1,1 +1,0 @@
-"""`odc-mpi train --dry-run`: reports what a run would need and do, without training."""
