@@ -34,7 +34,7 @@ class PromptCompletion:
 
     Attributes:
         location: File and line of the record, for error messages.
-        prompt: Text before the completion, without loss; empty if the record has only the field `text`.
+        prompt: Text before the completion, without loss; may be empty.
         completion: Text to train on; empty if the prompt is used for generation.
     """
 
@@ -142,7 +142,7 @@ def _formats(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def parse_example(value: Any, location: str, columns: Columns | None = None) -> Example | PreferencePair:
-    """Return the example or pair in a record, given the value of the record in `Block.items`.
+    """Return the example or pair in a record, given its value and location, as from `Block.records`.
 
     The epilog of `odc-mpi prepare --help` lists the formats. The first one whose fields are all present is used. Raises
     an `InvalidRecordError` if the record has any other form, or a field has an invalid value.
@@ -182,9 +182,9 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without a completion.
 
-    The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`. Final
-    assistant messages after the first message are removed. Conversations may also have the fields `system` and `tools`.
-    Raises an `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
+    The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`.
+    Assistant messages at the end are removed, but not the first message. Conversations may also have the fields
+    `system` and `tools`. Raises an `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):

@@ -229,7 +229,7 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     `strategy` is "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
     example twice: the source with the fewest examples relative to its weight is used completely, and the others in
     part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used once, and
-    the others repeatedly. Raises a `UserError` if a source with a weight is empty, or read over 1,000 times.
+    the others repeatedly. Raises a `UserError` if a weighted source is empty, or would be read over 1,000 times.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)

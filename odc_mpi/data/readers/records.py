@@ -62,12 +62,12 @@ class Block:
         return Block(self.name, self.unit, [item for item in self.items if next(selection, False)])
 
     def records(self) -> Iterator[tuple[str, Any]]:
-        """Yield the location of each record, and its value for `to_record`."""
+        """Yield the location, for error messages, and the value of each record. `to_record` converts the value."""
         return ((f"{self.name}, {self.unit} {number}", value) for number, value in self.items)
 
 
 def to_record(value: Any, location: str) -> dict[str, Any]:
-    """Return the record that has this value in `Block.items`.
+    """Convert the value of a record in `Block.items` to the record.
 
     Raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
     """
