@@ -193,10 +193,10 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 
     `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
-    origin = ("from_device",) if decision.windows_on_device and not decision.maps_devices else ()
-    where, advice = (", on devices,", ", or set comm.window_device to cpu") if origin else ("", "")
-    names = ("get", "put" if decision.reduction.value == "mailbox" else "accumulate")
-    trials = [(name, origin, where, advice) for name in names]
+    memory: tuple[tuple[str, ...], str, str] = ((), "", "")
+    if decision.windows_on_device and not decision.maps_devices:
+        memory = (("from_device",), ", on devices,", ", or set comm.window_device to cpu")
+    trials = [("get", *memory), ("put" if decision.reduction.value == "mailbox" else "accumulate", *memory)]
     if tickets:
         trials.append(("fetch_and_op", (), "", ", or set data.balance to lb_mini"))
     for kind in report.kinds:
