@@ -82,7 +82,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return, by index, a scaled bound on this rank's pushes of each array. It is finite if all gradients are."""
+        """Return, by index, a scaled bound on this rank's pushes of each array, finite unless a gradient is not."""
 
 
 class FloatGradients(GradientFormat):

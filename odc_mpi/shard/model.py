@@ -312,8 +312,7 @@ class ShardedModel:
 
         The names are in the order of a backward pass, except that the root unit, "", comes last.
         """
-        bounds = self.gradient_format.bounds()
-        not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
+        not_finite = {index for index, bound in self.gradient_format.bounds().items() if not bound.isfinite()}
         return [unit.name for unit in reversed(self.units) if not_finite & set(unit.indices)]
 
     @property
