@@ -47,7 +47,7 @@ class CacheBudget:
         return key in self._admitted
 
     def discard(self, key: Hashable) -> None:
-        """Remove a key and return its bytes to the budget. Does nothing if the key is not admitted."""
+        """Remove a key, which frees its bytes in the budget. If the key is not admitted, nothing happens."""
         self.admitted_bytes -= self._admitted.pop(key, 0)
 
 
