@@ -24,8 +24,8 @@ _EXACT_SUM_BITS = 44
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
     """Round a summand so that float64 sums of rounded summands are exact, regardless of the order of summation.
 
-    Finite values are rounded to a multiple of a unit of at most 2**-44 times `max_magnitude`, which is positive and an
-    upper bound on the magnitudes of all summands. Sums below 2**8 times this bound are exact.
+    `max_magnitude` must be positive and at least as large as the magnitude of every summand. Finite values are rounded
+    to a multiple of a unit of at most 2**-44 times `max_magnitude`. Sums below 2**8 times `max_magnitude` are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
     return round(value / unit) * unit if math.isfinite(value) else value

@@ -16,7 +16,8 @@ class RunLogger(Callback):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
     Must run after `callbacks`, which add the metrics and define the columns and the entries of the summary. Prints
-    `startup_lines` first. `steps` is the length of the run. Only rank 0's summary includes steps before a resumption.
+    `startup_lines` first. `steps` is the number of steps of the run, including those before a resumption, which only
+    rank 0's summary includes, too.
     """
 
     def __init__(

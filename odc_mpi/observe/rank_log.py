@@ -8,6 +8,7 @@ prints records at level ERROR or above, one line each. Warnings of odc_mpi are p
 import logging
 import os
 import sys
+from collections.abc import Callable
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,18 +84,16 @@ def _header(world: "World") -> str:
     return "\n".join(f"{name}: {value}" for name, value in fields.items())
 
 
-class _Once(logging.Filter):
-    """Filter that drops a message if the same logger has logged it before."""
+def _once() -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that drops a message if the same logger has logged it before."""
+    seen: set[tuple[str, str]] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[tuple[str, str]] = set()
+    def is_new(record: logging.LogRecord) -> bool:
+        num_seen = len(seen)
+        seen.add((record.name, record.getMessage()))
+        return len(seen) > num_seen
 
-    @override
-    def filter(self, record: logging.LogRecord) -> bool:
-        num_seen = len(self._seen)
-        self._seen.add((record.name, record.getMessage()))
-        return len(self._seen) > num_seen
+    return is_new
 
 
 class _OneLine(logging.Formatter):
@@ -125,6 +124,6 @@ def _file(directory: Path, world: "World") -> logging.Handler:
     except OSError as error:
         raise UserError(f"run.log_dir: expected a directory to write in, got {directory}: {error.strerror}") from error
     handler.setLevel(logging.WARNING)
-    handler.addFilter(_Once())
+    handler.addFilter(_once())
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     return handler

@@ -22,7 +22,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Maximum number of spans in the file (a few megabytes). A rank with more spans than its share writes the longest.
+#: Maximum number of spans in the file (a few megabytes). A rank with more spans than its share writes only the longest.
 MAX_SPANS = 100_000
 #: Number of spans that each rank may write per minibatch, even if the file exceeds `MAX_SPANS`.
 MIN_SPANS = 50

@@ -1,7 +1,7 @@
 """Live view of a run from another process, which reads the files in the run directory while the run writes them.
 
-On a terminal, the view is a table of the latest metrics, with bar charts of their history, which is redrawn whenever
-the run writes a step. Without a terminal, a line is printed for each step.
+On a terminal, the view is a table of the latest metrics with bar charts of their history, and is redrawn whenever the
+run writes a step. Without a terminal, a line is printed for each step.
 """
 
 import time

@@ -66,7 +66,7 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Plot with a title and a caption. HTML pages show the plot, whereas terminals show the tables instead.
+    """Plot with a title and a caption. HTML pages show the plot, and terminals show the tables instead.
 
     `name` is the name for `odc-mpi report --picture`, and the prefix of the element ids in the SVG document. `draw`
     draws the plot without the title.

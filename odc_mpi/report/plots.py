@@ -1,4 +1,4 @@
-"""Plots: their data types, and functions that draw these as SVG.
+"""Data types of plots, and functions that draw them as SVG.
 
 Elements that differ in color also differ in hatching, marker or label. Hovering over an element shows its value.
 """

@@ -166,7 +166,7 @@ class Axes:
             self.drawing.text(self.left - 8, y + 4, form(value), MUTED, text_anchor="end")
 
     def mark(self, value: float, text: str, rise: float = 0.0) -> None:
-        """Draw a vertical line at an x value, from `rise` pixels above the axes on, and `text` at its upper end."""
+        """Draw a vertical line at an x value, beginning `rise` pixels above the axes, with `text` at its upper end."""
         x, y = self.x(value), self.top - rise
         self.drawing.line([(x, y), (x, self.top + self.height)], Style(INK))
         is_left = x + 5 + CHARACTER * len(text) > self.left + self.width

@@ -40,7 +40,7 @@ class ScenarioOptions:
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
         wire: Number format, a key of `WIRE_BYTES`, in which an outer loop sends parameters between islands.
         parameter_cache_bytes, gradient_cache_bytes: Memory per rank for units that stay in memory for a minibatch,
-            and for local gradient accumulation. Gradients are as large as parameters.
+            and for local gradient accumulation. Gradients are assumed to be as large as parameters.
     """
 
     ranks: Annotated[int, Option(*_COUNT, "number of ranks")] = 8

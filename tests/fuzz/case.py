@@ -20,7 +20,6 @@ class Case:
         real: Start a process of its own, for inputs that act on the start of the interpreter.
         env: Changes of environment variables; None removes one.
         limits: Resource limits by number, as for `resource.setrlimit`.
-        streams: What a file descriptor is: "" if closed, or a file such as /dev/full.
         writes: Names in the directory that the command may change.
         mount: Size of a file system mounted on the folder "full", such as 64k; needs root.
     """
@@ -36,7 +35,6 @@ class Case:
     real: bool = False
     env: Mapping[str, str | None] = field(default_factory=dict)
     limits: Mapping[int, int] = field(default_factory=dict)
-    streams: Mapping[int, str] = field(default_factory=dict)
     writes: tuple[str, ...] = ("new",)
     mount: str = ""
 

@@ -1,4 +1,7 @@
-"""Inputs of the environment: locales, closed and full streams, resource limits, home directories."""
+"""Inputs of the environment: locales, resource limits, home directories.
+
+Closed and full streams are tested in tests/runtime/test_streams.py.
+"""
 
 import resource
 from functools import partial
@@ -18,20 +21,7 @@ LOCALES = {
 COMMANDS = {
     "prepare": prepare(),
     "train": train(),
-    "show": ("checkpoint", "show", "run"),
-    "list": ("checkpoint", "list", "run"),
-    "verify": ("checkpoint", "verify", "run"),
     "generate": ("generate", "run", "--prompt", _OTHER_LETTERS, "--max-new-tokens", "2"),
-    "help": ("--help",),
-    "an error": ("prepare", "missing.jsonl", "--out", "x.h5"),
-}
-STREAMS = {
-    "stdout closed": {1: ""},
-    "stdout full": {1: "/dev/full"},
-    "stderr closed": {2: ""},
-    "stderr full": {2: "/dev/full"},
-    "stdin closed": {0: ""},
-    "all closed": {0: "", 1: "", 2: ""},
 }
 HOMES = {
     "no HOME": {"HOME": None, "XDG_CACHE_HOME": None},
@@ -58,11 +48,6 @@ def cases(rng):
             yield _case(f"{command}: locale {name}", COMMANDS[command], codes=(0,), env=env)
         damage = write(other, '{"text": "a b c"}\n' * 3)
         yield _case(f"a file with other letters: {name}", prepare(other), damage, codes=(0,), env=env)
-    for stream, streams in STREAMS.items():
-        for command in ("prepare", "show", "list", "an error", "train", "help"):
-            failing = command == "an error"
-            codes = (2,) if failing and 1 in streams and 2 not in streams else (0, 1, 2)
-            yield _case(f"{command}: {stream}", COMMANDS[command], codes=codes, streams=streams)
     for name, env in HOMES.items():
         yield _case(f"train: {name}", COMMANDS["train"], codes=(0,), env=env)
     for name, limits in _LIMITS.items():

@@ -58,7 +58,7 @@ def judge(case, finished, before, after, expected, got):
     found += [f"L: left behind: {', '.join(sorted(left)[:3])}"] if left else []
     if case.same and finished.code == 0 and got != expected:
         found.append(f"S: {_first_difference(got, expected)}")
-    if finished.code == 2 and len(errors) != 1 and 2 not in case.streams and not found:
+    if finished.code == 2 and len(errors) != 1 and not found:
         found.append(f"M: {len(errors)} lines: {' | '.join(errors[:2])[:160]}")
     return found
 

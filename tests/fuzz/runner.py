@@ -103,7 +103,7 @@ def _console(argv):
 
 
 def _enter(case, directory, output):
-    """Become the process of a case: session, directory, environment, limits, streams."""
+    """Become the process of a case: session, directory, environment, limits, output files."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # PR_SET_PDEATHSIG: end with the fuzzer. A launcher also ends its ranks, and removes their files in /dev/shm.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM if case.ranks else signal.SIGKILL)
@@ -116,15 +116,10 @@ def _enter(case, directory, output):
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    files = {0: os.devnull, **dict(enumerate(map(str, output), 1)), **case.streams}
-    for descriptor, name in files.items():
-        if name:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor and name[:5] != "/dev/" else os.O_RDWR
-            opened = os.open(name, flags)
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        else:
-            os.close(descriptor)
+    for descriptor, name in enumerate((os.devnull, *output)):
+        opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDWR)
+        os.dup2(opened, descriptor)
+        os.close(opened)
     for limit, value in {resource.RLIMIT_CORE: 0, **case.limits}.items():
         resource.setrlimit(limit, (value, value))
     # If memory runs out, the kernel kills this process before any other.

@@ -46,8 +46,11 @@ def test_chunks_are_timed_by_hand():
     assert minibatch.chunk_s(1, split, 0, is_first=True) == pytest.approx((2 + 1.5 * 12) / 0.5)
     assert minibatch.chunk_s(0, split, 1, is_first=True) == pytest.approx(2 + 1.5 * 8)
     # As one unit: rank 1 takes 40, rank 0 14, and draws the other sequence, 6 more.
-    found = simulate_timing(minibatch, Plan(((), ()), ((1,),), (split,)), "window")
+    one_split = Plan(((), ()), ((1,),), (split,))
+    found = simulate_timing(minibatch, one_split, "window")
     assert busy_s(found) == pytest.approx(60.0) and found.end_s == pytest.approx(40.0)
+    minibatch = replace(minibatch, scenario=replace(minibatch.scenario, num_units=3))
+    assert len(simulate_timing(minibatch, one_split, "window").timeline[1]) == 2 * 3
 
 
 def busy_s(found):
