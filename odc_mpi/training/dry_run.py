@@ -1,8 +1,8 @@
 """`odc-mpi train --dry-run`: reports the memory per rank, steps, tokens and the first microbatch, without training.
 
-Nothing is allocated, so the model need not fit in memory. Activations are estimated from the tensors that autograd
-saves for a few tokens on the meta device or, if the model cannot run there, with a formula. Attention scores are
-counted only for eager attention and soft caps.
+No parameters are allocated, so the model need not fit in memory. Activations are estimated from the tensors that
+autograd saves for a few tokens on the meta device or, if the model cannot run there, with a formula. Attention scores
+are counted only for eager attention and soft caps.
 """
 
 import itertools
