@@ -11,7 +11,7 @@ rank counts. The variants take turns in rounds.
 Variants, all with units in fp32:
 
     memcpy                   copies the unit within private memory, with one core per rank
-    fetch_zero_copy          creates a view of the unit instead of a copy, if all ranks are on one node
+    fetch_zero_copy          creates a view of the unit if all ranks are on one node, and a copy otherwise
     fetch_copy               copies this rank's shard to a buffer, and fetches the other shards into the same buffer
     push_NAME                adds the unit's gradient to the shards of its owners, with `comm.reduction` set to NAME;
                              a sample includes the synchronization that completes all gradients
@@ -138,7 +138,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units with the content of `is_whole`. `attributes` sets its other fields."""
+    """Return a variant that fetches units whose content `is_whole` verifies. `attributes` sets its other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
