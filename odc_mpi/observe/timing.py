@@ -201,8 +201,8 @@ def peak_flops(device_name: str) -> float | None:
 class ThroughputMetrics(Callback):
     """Adds time, epoch, tokens per second per rank, model FLOPs utilization and peak memory to the metrics of a step.
 
-    Must run after the callbacks that report `step_s` and `tokens_per_s`. `flops` is a model of the FLOPs for the forward
-    and backward passes of a sequence. If it is None or the device's peak FLOP/s is unknown, the utilization is omitted.
+    Must run after the callbacks that report `step_s` and `tokens_per_s`. `flops` models the FLOPs of the forward and
+    backward passes of a sequence. If it is None or the device's peak FLOP/s is unknown, the utilization is omitted.
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
