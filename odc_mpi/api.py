@@ -27,7 +27,13 @@ from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
 from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.cache_budget import auto_cache_bytes, check_cache_sizes, node_cache_fits, warn_about_budgets
+from odc_mpi.shard.cache_budget import (
+    CacheSizes,
+    auto_cache_bytes,
+    check_cache_sizes,
+    node_cache_fits,
+    warn_about_budgets,
+)
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
@@ -64,7 +70,7 @@ def shard_model(
             sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
             dtypes in which trainable parameters are stored.
         activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
-        prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
+        prefetch: Number of units to fetch ahead of their use, and maximum number of pushes in flight (1 if `prefetch`
             is 0). Each increment beyond 1 requires memory for one more unit and its gradients.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
@@ -93,8 +99,9 @@ def shard_model(
             on a GPU, the modules of two ranks differ, `decision` selects collectives although `device` is "cuda" or no
             windows in host memory although `islands` is given, or a cache setting is invalid.
     """
+    sizes = (parameter_cache_bytes, gradient_cache_bytes)
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
-    world.run_on_all(lambda: check_cache_sizes(parameter_cache_bytes, gradient_cache_bytes))
+    world.run_on_all(lambda: check_cache_sizes(sizes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     store_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     if decision is None:
@@ -120,7 +127,7 @@ def shard_model(
         settings = decision.settings
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
-        caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
+        caches: CacheSizes = sizes if computing is None else ("auto", "auto")
         fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
         shares = all(world.gather_objects(wants_cache))
@@ -137,8 +144,7 @@ def shard_model(
     )
     optimizes_here = computing is None or optimizer_device == "cuda"
     free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
-    sizes = (parameter_cache_bytes, gradient_cache_bytes)
-    model.cache_bytes = auto_cache_bytes(free_bytes, num_ranks, model.cache_needs.maximum, *sizes)
+    model.cache_bytes = auto_cache_bytes(free_bytes, num_ranks, model.cache_needs.maximum, sizes)
     if world.rank == 0:
         warn_about_budgets(model.cache_bytes, model.cache_needs)
     return model
@@ -158,7 +164,7 @@ def decide_for(
     shard_bytes: int = 0,
     tickets: bool = False,
 ) -> Decision:
-    """Probe the MPI library and decide how ranks communicate. Collective. Takes up to two seconds.
+    """Probe the MPI library and decide how ranks communicate. Collective. This takes up to two seconds.
 
     The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached for later
     runs with the same MPI library, environment and hosts. MPI operations on GPU memory are not tried, because they may
@@ -247,7 +253,7 @@ def _fits_node_cache(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype,
     inbox_bytes: int,
-    caches: tuple[int | Literal["auto"], int | Literal["auto"]],
+    caches: CacheSizes,
 ) -> bool:
     """Return True if this node has memory for a full copy of the model in addition to its shards.
 
@@ -264,7 +270,7 @@ def _fits_node_cache(
     shm_bytes = free_shm_bytes()
     if shm_bytes is not None and num_bytes + window_bytes > shm_bytes:
         return False
-    return node_cache_fits(num_bytes, available_bytes() - all_bytes, world.local_size, *caches)
+    return node_cache_fits(num_bytes, available_bytes() - all_bytes, world.local_size, caches)
 
 
 def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:

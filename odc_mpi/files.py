@@ -94,7 +94,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory if its file system supports it, to disk: a node may crash."""
+    """Flush a file, or the entries of a directory if the file system supports that, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -26,10 +26,11 @@ def list_lines(path: Path) -> Iterator[str]:
     for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
-                num_bytes = sum(record.num_bytes for record in checkpoint.manifest.files.values())
+                manifest = checkpoint.manifest
+                num_bytes = sum(record.num_bytes for record in manifest.files.values())
                 saved_at = datetime.fromtimestamp((directory / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
-                ranks = checkpoint.manifest.size
-                yield f"{directory}  step {checkpoint.step}, {num_bytes / 1e6:,.1f} MB, ranks {ranks}, {saved_at}"
+                size = f"{num_bytes / 1e6:,.1f} MB, ranks {manifest.size}"
+                yield f"{directory}  step {manifest.step}, {size}, {saved_at}"
         except UserError as error:
             yield f"{directory}  INVALID: {error}"
 

@@ -54,7 +54,8 @@ class TensorRecord:
     """Kind, torch dtype (by name) and full shape of a tensor, and its ranges in the files of the ranks.
 
     The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
-    state. A range is a tuple of rank, start and stop in the flattened tensor. Non-empty ranges cover it in order.
+    state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are not empty, and cover the
+    tensor in order.
     """
 
     kind: str

@@ -32,11 +32,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.manifest: Manifest = read_manifest(directory)
         self._files: dict[int, ShardFile] = {}
 
-    @property
-    def step(self) -> int:
-        """Number of completed training steps."""
-        return self.manifest.step
-
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
         """Read elements `[start, stop)` of the flattened tensor `path` as a 1D array of the stored type.
 
@@ -95,7 +90,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.close()
 
     def _open(self, rank: int) -> ShardFile:
-        name = shard_name(self.step, rank)
+        name = shard_name(self.manifest.step, rank)
         return ShardFile(self.directory / name, self.manifest.files[name])
 
     def _file(self, rank: int) -> ShardFile:

@@ -174,7 +174,7 @@ class TrainingState:
 class CheckpointWeights:
     """`WeightSource` that reads parameters from an open checkpoint, or from `base` if the checkpoint lacks them.
 
-    `prefix` is an island's prefix of paths, for an island that continues with its own parameters.
+    `prefix` is the `island_prefix` of an island that continues with its own parameters, if the checkpoint has them.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None, prefix: str = "") -> None:

@@ -25,7 +25,7 @@ def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, which identifies a buffer by any view of it."""
+    """Return the address of a tensor's storage, which is the same for all views of a buffer."""
     return tensor.untyped_storage().data_ptr()
 
 

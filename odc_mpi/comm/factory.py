@@ -1,4 +1,4 @@
-"""Functions that build transports (`comm.transport`) without communication.
+"""Functions that build transports (`comm.transport`). They do not communicate.
 
 They raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype.
 """
@@ -12,8 +12,12 @@ import torch
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
-from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
+from odc_mpi.comm.device.device_stores import (
+    DeviceGradients,
+    DeviceParameters,
+    SingleRankGradients,
+    SingleRankParameters,
+)
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
@@ -62,6 +66,9 @@ def window_transport(
     kind: Callable[..., Any] = Window
     slots: Callable[..., HostSlots] = HostSlots
     if device is not None:
+        assert islands is None
+        # A thread in MPI may access device memory for other ranks, and MPI uses the calling thread's current device.
+        world.prepare_threads(device.set_current)
         kind = partial(MappedDeviceWindow if mapped else DeviceWindow, device=device)
         slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
 
@@ -71,31 +78,22 @@ def window_transport(
         assert not mapped
         return AccumulateGradientStore(ranks, reduce_dtype, kind, on_host=device is None)
 
-    gradients = gradient_store(sharing)
-    if device is None:
-        group = Group(world, progress=progress, islands=islands)
-        parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else kind)
-        transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
-        if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
-            cache = NodeCache(parameters)
-            transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
-        if islands and islands.mode == "hybrid":
-            exchange = IslandExchange(islands, parameters, gradients, gradient_store(islands.column))
-            transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
-        return transport
-    assert islands is None
-    # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
-    world.prepare_threads(device.set_current)
-    group = Group(world, progress=progress)
-    on_device = DeviceParameters(world, param_dtype, device, kind)
-    return Transport(
-        group,
-        on_device,
-        DeviceGradients(gradients, device),
-        (on_device, gradients),
-        device=device.torch_device,
-        thread_safe=has_thread_multiple(),
-    )
+    group = Group(world, progress=progress, islands=islands)
+    gradients, thread_safe = gradient_store(sharing), has_thread_multiple()
+    if device is not None:
+        on_device = DeviceParameters(world, param_dtype, device, kind)
+        stores = on_device, DeviceGradients(gradients, device)
+        storages = (on_device, gradients)
+        return Transport(group, *stores, storages, device=device.torch_device, thread_safe=thread_safe)
+    parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else Window)
+    transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=thread_safe)
+    if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
+        cache = NodeCache(parameters)
+        transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
+    if islands and islands.mode == "hybrid":
+        exchange = IslandExchange(islands, parameters, gradients, gradient_store(islands.column))
+        transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
+    return transport
 
 
 def single_rank_transport(

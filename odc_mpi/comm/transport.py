@@ -59,7 +59,7 @@ class Access(Enum):
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
     KEEP = "a view that is valid until parameters are published, of memory for this array only, so autograd may save it"
-    NODE = "as KEEP, but of memory that the node shares, into which its first rank that needs the array fetches it"
+    NODE = "like KEEP, but of memory that the ranks on a node share; the first of them to need the array fetches it"
 
     @property
     def transfers(self) -> bool:
@@ -107,15 +107,15 @@ class ParameterStore(ABC):
         """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
         Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
-        `wait` of the returned handle has returned. On a GPU, copies that are still in flight then are complete after
-        `Transport.complete_gradients`.
+        `wait` of the returned handle has returned. On a GPU, copies that are still in flight at that point are complete
+        after `Transport.complete_gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for it.
+        """Record an event on the current stream of a GPU. The next `start_fetch` into `buffer` waits for it.
 
-        Call this method on the computing thread after enqueuing all kernels that use `buffer`.
+        Call this method on the computing thread after enqueuing all kernels that use `buffer`. Does nothing by default.
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
@@ -168,9 +168,9 @@ class GradientStore(ABC):
         return empty_host(num_bytes)
 
     def prepare_push(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no preparation
-        """Record an event for the next `push` of `gradient`, or start copying the gradient to the host.
+        """Prepare for the next `push` of `gradient`, whose kernels may still be running on a GPU.
 
-        Call this method on the computing thread after enqueuing the kernels that compute `gradient`.
+        Call this method on the computing thread after enqueuing these kernels. Does nothing by default.
         """
 
 
@@ -213,7 +213,7 @@ class ShardStorage:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the host memory from which a device can copy once the memory is pinned. Empty by default."""
+        """Return the host memory from which a device can copy once it is pinned. By default, there is none."""
         return []
 
     def free(self) -> None:

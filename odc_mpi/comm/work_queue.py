@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import Window, align_up
+from odc_mpi.comm.windows.rma import Window, align_up, messages
 from odc_mpi.runtime.world import World
 
 #: States of an item, the lowest bits of its word.
@@ -157,7 +157,7 @@ class WorkQueue:
         owner, size = (word >> _RANK_SHIFT) & _RANK_MASK, word >> _SIZE_SHIFT
         buffer = np.empty(size, dtype=np.uint8)
         with self._world.deadline("fetching finished work", [owner]):
-            self._store.get(owner, buffer, start)
+            self._store.get_messages(buffer, messages(owner, start, size))
             self._store.flush(owner)
         with self._world.deadline("releasing fetched work", [0]):
             self._board.atomic_store(0, item, _word(_FETCHED, owner))  # not counted as a change: no rank waits for it

@@ -37,7 +37,7 @@ _AHEAD = 4  # blocks per process that are submitted before the result of the fir
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """The fields of `PrepareOptions` that concern long sequences, held-out sequences and conversations."""
+    """Options of `prepare` for long sequences, held-out sequences and conversations."""
 
     max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
     overlong: Annotated[
@@ -114,9 +114,9 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     invalid: dict[int, str] = {}
     examples: dict[int, Example | PreferencePair] = {}
     kinds: dict[bool, str] = {}
-    for i, (location, record) in enumerate(block.records()):
+    for i, (location, value) in enumerate(block.records()):
         try:
-            example = parse_example(record(), location, columns)
+            example = parse_example(value, location, columns)
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc_mpi.data.readers.messages import LOSS_FLAGS, parse_messages, parse_tools
-from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, text_field
+from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, text_field, to_record
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
@@ -34,7 +34,7 @@ class PromptCompletion:
 
     Attributes:
         location: File and line of the record, for error messages.
-        prompt: Text before the completion, which has no loss; empty if the record has only the field `text`.
+        prompt: Text before the completion, without loss; may be empty.
         completion: Text to train on; empty if the prompt is used for generation.
     """
 
@@ -141,12 +141,13 @@ def _formats(columns: Columns) -> list[tuple[str, ...]]:
     return [required for required in _FORMATS if renamed <= set(required)]
 
 
-def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
-    """Return the example or pair that a record contains. The epilog of `odc-mpi prepare --help` lists the formats.
+def parse_example(value: Any, location: str, columns: Columns | None = None) -> Example | PreferencePair:
+    """Return the example or pair in a record, given its value and location, as from `Block.records`.
 
-    The first format whose fields are all present is used. Raises an `InvalidRecordError` if the record has any other
-    form, or a field has an invalid value.
+    The epilog of `odc-mpi prepare --help` lists the formats. The first one whose fields are all present is used. Raises
+    an `InvalidRecordError` if the record has any other form, or a field has an invalid value.
     """
+    record: Mapping[str, Any] = to_record(value, location)
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
     record = _decode_messages(_rename(record, location, columns) if columns else record)
@@ -181,9 +182,9 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without a completion.
 
-    The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`. Final
-    assistant messages after the first message are removed. Conversations may also have the fields `system` and `tools`.
-    Raises an `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
+    The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`.
+    Assistant messages at the end are removed, but not the first message. Conversations may also have the fields
+    `system` and `tools`. Raises an `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):

@@ -28,7 +28,7 @@ class Minibatch:
     """Sequences of one optimizer step on all ranks. Iteration reads and yields the microbatches of this rank.
 
     Each microbatch is read when it is needed. Iteration raises a `UserError` if the plan contains split sequences, or a
-    pool, which requires `microbatches`.
+    pool, for which the method `microbatches` must be used.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
@@ -56,7 +56,7 @@ class Minibatch:
 
     @property
     def island_amounts(self) -> tuple[int, ...]:
-        """Number of loss tokens of each island, or of pairs if the sequences are pairs."""
+        """Number of loss tokens on each island, or of pairs on each island if the sequences are pairs."""
         num_each = self.dataset.num_trained_tokens[self.indices]
         if self.dataset.pair_counts is not None:
             num_each = np.ones_like(num_each)
@@ -136,7 +136,7 @@ class ShuffledSampler:
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position `state` from `state_dict`. Raises a `UserError` if it is outside the data set."""
+        """Continue at a position from `state_dict`. Raises a `UserError` if it is outside the data set."""
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(

@@ -67,7 +67,7 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read the tokens `begin:end` of a sequence as a chunk, whose last token predicts that at `end`."""
+    """Read the tokens `begin:end` of a sequence as a chunk, whose last token predicts the token at index `end`."""
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
     inputs = packed_inputs(tokens[begin:end], [end - begin])

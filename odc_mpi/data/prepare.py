@@ -157,7 +157,19 @@ class _Plan:
         self.chat_template = None if options.chat_template is None else read_chat_template(options.chat_template)
         if self.files and self.chat_template is not None:
             self.files = replace_chat_template(self.files, self.chat_template)
-        self.request = _request_digest(self.sources, options, self.files, self.chat_template)
+        self.request = self._digest_request()
+
+    def _digest_request(self) -> str:
+        """Return a digest of the sources (paths, sizes and times), the options, the tokenizer and the versions."""
+        choices = asdict(self.options) | {"chat_template": self.chat_template}
+        del choices["num_proc"], choices["tokenizer"], choices["force"]
+        request = {
+            "sources": [[source.weight, source.stamps() or sys.version] for source in self.sources],
+            "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(self.files.items())},
+            "options": choices,
+            "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
+        }
+        return _digest(request)
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
         return PrepareReport(
@@ -170,21 +182,6 @@ class _Plan:
             **counts,
             **run,
         )
-
-
-def _request_digest(
-    sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes], chat_template: str | None
-) -> str:
-    """Return a digest of the sources (paths, sizes and times), the options, the tokenizer and the versions."""
-    choices = asdict(options) | {"chat_template": chat_template}
-    del choices["num_proc"], choices["tokenizer"], choices["force"]
-    request = {
-        "sources": [[source.weight, source.stamps() or sys.version] for source in sources],
-        "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
-        "options": choices,
-        "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
-    }
-    return _digest(request)
 
 
 def _digest(content: Any) -> str:
@@ -281,9 +278,9 @@ class _Reader:
     def texts(self) -> Iterator[str]:
         """Yield the texts for training a tokenizer. Skipped lines are counted later, when examples are tokenized."""
         for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
-            for location, record in block.records():
+            for location, value in block.records():
                 try:
-                    example = parse_example(record(), location, columns)
+                    example = parse_example(value, location, columns)
                 except InvalidRecordError as error:
                     _check_skipped(str(error), self._options)
                     continue

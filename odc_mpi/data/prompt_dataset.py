@@ -12,7 +12,7 @@ import numpy.typing as npt
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.encode import encode_prompts
 from odc_mpi.data.examples import Conversation, Example, parse_prompt
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.readers.records import InvalidRecordError, to_record
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 
@@ -61,7 +61,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     empty = True
     for block in DataSource(str(path), None, (path,)).read(lambda _: None):
         empty = False
-        records = ((parse(), location) for location, parse in block.records())
+        records = ((to_record(value, location), location) for location, value in block.records())
         yield [(parse_prompt(record, location), record) for record, location in records]
     if empty:
         raise UserError(f"{expected} contains no prompt")
@@ -76,7 +76,10 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Tokenize all prompts. Raises the errors of `read_prompts` and `encode_prompts`, also for invalid columns."""
+        """Tokenize all prompts. Raises the errors of `read_prompts` and `encode_prompts`.
+
+        An `InvalidRecordError` is also raised for a column that has a reserved name or that JSON cannot represent.
+        """
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []

@@ -1,8 +1,8 @@
 """Sources of text: files, folders, data sets of the library `datasets` and the standard library, optionally weighted.
 
 Without weights, each example (line or row) of each source is used once. With weights, the number of examples from each
-source is proportional to its weight, and the examples are selected at random (see `mix`). The sources are read one
-after the other.
+source is proportional to its weight, and the examples are selected at random (see `mix`). Sources are read one after
+the other, because training shuffles sequences.
 """
 
 import itertools
@@ -193,8 +193,8 @@ def _is_parquet(path: Path) -> bool:
 class Mixture:
     """Sources, and the number of examples to use from each.
 
-    `counts` contains, for each source, the number of its examples and the number to use; None to use each once. `seed`
-    is the seed for the random selection of examples.
+    `counts` contains, for each source, the number of its examples and the number to use; None to use each example once.
+    `seed` is the seed for the random selection of examples.
     """
 
     sources: Sequence[DataSource]
@@ -229,7 +229,7 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     `strategy` is "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
     example twice: the source with the fewest examples relative to its weight is used completely, and the others in
     part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used once, and
-    the others repeatedly. Raises a `UserError` if a source with a weight is empty, or would be read over 1000 times.
+    the others repeatedly. Raises a `UserError` if a weighted source is empty, or would be read over 1,000 times.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)

@@ -35,8 +35,8 @@ _CHAT_TEMPLATE = (
 def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files in a directory or data set, keyed by file name.
 
-    The result is empty if there is no tokenizer. For a directory, config.json, on which the type of the tokenizer may
-    depend, is added from the directory `model`, by default `location`.
+    The result is empty if there is no tokenizer. If `location` is a directory, the result also contains config.json,
+    which may determine the class of the tokenizer, from the directory `model` or, if None, from `location`.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)
@@ -104,7 +104,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a tokenizer with transformers from the contents of its files, which are keyed by file name.
 
-    `location`, from which the files were read, and `setting` are for errors, which `load_tokenizer` describes.
+    Raises the errors of `load_tokenizer`, which name `location`, from which the files were read, and `setting`.
     """
     if not files:
         raise UserError(
@@ -138,7 +138,8 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    The rules of Qwen2 split text into words, since transformers applies them beside any model of the type qwen2.
+    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer whose directory contains
+    a model of type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -1,1 +1,1 @@
-"""Training on islands that synchronize seldom: fragments, their encodings, and the outer optimizer."""
+"""Training on islands that rarely synchronize: fragments, their encodings, the outer optimizer, rules on norms."""

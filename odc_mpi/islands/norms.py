@@ -23,7 +23,7 @@ WARM_UP = 10
 _MEAN_WEIGHT = 0.1
 #: Number of consecutive synchronizations without the contribution of an island that ends the run.
 _MAX_CONSECUTIVE = 3
-#: Number of latest norms that are averaged, and number of first steps that all synchronize.
+#: Number of latest norms that are averaged, and number of first steps after each of which the islands synchronize.
 WINDOW = 25
 #: Weights of the norms in a full window, from the oldest to the latest.
 _WEIGHTS = [0.99**age for age in reversed(range(WINDOW))]

@@ -39,8 +39,9 @@ class SequenceChunk:
 
     Attributes:
         num_tokens: Number of tokens of the unsplit sequence.
-        attend: Function that returns the causal attention to this and earlier chunks, shaped like the queries. Its
-            arguments are the queries, keys and values, `scaling` (see `packed_attention`), and the index of the layer.
+        attend: Function that returns the causal attention to this and all earlier chunks, shaped like the queries. Its
+            arguments are the queries, keys and values of this chunk, `scaling` (see `packed_attention`), and the index
+            of the layer. One-sided; waits for the earlier chunks.
     """
 
     num_tokens: int

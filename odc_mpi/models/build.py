@@ -45,7 +45,7 @@ class MetaModel:
     Attributes:
         module: Model. Its buffers are in host memory.
         vocab_size: Number of rows of the embedding.
-        flops: Model of the FLOPs of a sequence if all parameters are trained.
+        flops: Cost model that returns the FLOPs of training on a sequence if all parameters are trainable.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.

@@ -1,4 +1,4 @@
-"""Attention for one chunk of a sequence whose other chunks are on other ranks, and a check of models for this.
+"""Attention for one chunk of a sequence whose other chunks are on other ranks, and a check that a model supports it.
 
 The tokens of a chunk attend causally to the keys of this chunk, and without a mask to the keys of all earlier chunks.
 For each of these chunks, one kernel call returns an output and the log-sum-exp of the scores. The outputs are merged

@@ -48,11 +48,6 @@ class Packing:
         """True if the model trains on packed sequences."""
         return self.unpacked_reason is None
 
-    def startup_lines(self) -> dict[str, str]:
-        """Return the lines, if any, that report this decision at the start of a run, keyed by label."""
-        lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
-        return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
-
 
 def build_for_training(
     build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str
@@ -126,7 +121,7 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
 def trial_inputs(lengths: Sequence[int], *, packs: bool = True) -> dict[str, Any]:
     """Return the arguments with which a model on the meta device runs on sequences of the given lengths.
 
-    `packs` is False for a model that trains on one sequence per microbatch, and then there must be one length.
+    For a model that trains on one sequence per microbatch, `packs` must be False and `lengths` must have one element.
     """
     num_tokens = sum(lengths)
     tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")

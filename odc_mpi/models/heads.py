@@ -38,8 +38,8 @@ class Task:
     def build(self, config: Any, setting: str, **options: Any) -> transformers.PreTrainedModel:
         """Build a model with `auto_class.from_config`, which receives `options`.
 
-        Raises `UserError` if a reward model would not be a causal model with a linear layer `new_head` that has one
-        output. The message names `setting`.
+        Raises `UserError`, which names `setting`, if the task is `REWARD` and transformers has no sequence classifier
+        for `config`, or one whose head is not a linear layer with one output.
         """
         if self.new_head:
             if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

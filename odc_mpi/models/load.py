@@ -121,7 +121,7 @@ def load_start(
     """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
 
     For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For the
-    other arguments and errors, see `load_checkpoint`. Raises `UserError`, too, if the checkpoint is of another task and
+    other arguments and errors, see `load_checkpoint`. Also raises `UserError` if the checkpoint is of another task and
     contains adapters or a reward model.
     """
     checkpoint = find_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Choice of how ranks communicate, based on the report of a probe. Equal on all ranks. Does not use MPI.
+"""Choice of how ranks communicate, based on the report of a probe. All ranks choose the same. Does not use MPI.
 
     window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, memory that the
                     ranks of a node map, or `Win.Create`
@@ -154,7 +154,8 @@ def decide(
         on_device: True if the model computes on a device.
         mapping_error: Reason why ranks cannot map the memory of each other's devices, "" if they can map it, or None if
             this was not tested.
-        device_objection: Reason against windows on devices if `settings.window_device` is "auto", or None.
+        device_objection: Reason not to place windows on devices, or None. It applies only if `settings.window_device`
+            is "auto".
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")

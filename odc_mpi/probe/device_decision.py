@@ -1,4 +1,4 @@
-"""Objections to windows on devices, based on the results of `odc-mpi doctor`. Equal on all ranks. Does not use MPI.
+"""Objections to windows on devices, based on the results of `odc-mpi doctor`. Does not use MPI.
 
 Windows on devices are used only if `odc-mpi doctor` has successfully tested all necessary operations: Get, and either
 Accumulate or Put (for a mailbox). Each must work with device memory at the origin and with every kind of peer, and Get

@@ -90,7 +90,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
 
 
 def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Try to allocate memory for windows, and return any error message."""
+    """Try to allocate memory for windows, and return the error message, or None if this works."""
     try:
         device.empty_for_windows(num_bytes)
     except UserError as error:

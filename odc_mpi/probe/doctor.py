@@ -121,7 +121,7 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     properties.add_row("nodes, ranks", f"{report.nodes}, {layout}")
     properties.add_row("/dev/shm", shared_memory)
     console.print(properties, "", sep="\n")
-    if report.ranks == 1:
+    if not report.kinds:
         console.print("only one rank, nothing to measure: run mpiexec -n 2 odc-mpi doctor", "", sep="\n")
     else:
         console.print(_operations(report, ("peer", "operation"), [(name, "") for name in OPERATIONS]), "")
@@ -154,7 +154,7 @@ def _device_properties(device: DeviceWindows) -> Table:
 
 
 def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of `operations`, pairs of a name and a field of `report.device`, or "" for windows on the host."""
+    """Return a table of `operations`: pairs of a name, and a field of `report.device` or "" for windows on the host."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in headings:
         table.add_column(column, no_wrap=True)

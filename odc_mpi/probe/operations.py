@@ -45,8 +45,8 @@ class Buffer:
 class ProbeLink:
     """Operations on the window of `target`, a rank of the window's group, with buffers at the origin.
 
-    Put overwrites the initial numbers in a different order. Accumulate adds the same values. Fetch_and_op increments
-    the counter.
+    Put overwrites the numbers with the initial numbers in a different order. Accumulate adds the same values.
+    Fetch_and_op increments the counter.
 
     Args:
         win: Locked window with a displacement unit of one byte.
@@ -79,7 +79,7 @@ class ProbeLink:
         self._win.Flush(self._target)
 
     def write(self, name: str, source: Buffer, num_bytes: int) -> None:
-        """Put ("put") or add ("accumulate") the first `num_bytes` bytes of `source`, and wait. One-sided."""
+        """Put ("put") or add ("accumulate") `num_bytes` bytes of `source`, and wait for completion. One-sided."""
         memory = source.memory[:num_bytes]
         if name == "put":
             self._win.Put([memory, MPI.BYTE], self._target, (0, num_bytes, MPI.BYTE))

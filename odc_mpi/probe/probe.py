@@ -48,7 +48,7 @@ def probe(
 ) -> ProbeReport:
     """Try shared memory, windows and, if `device` is given on all ranks, windows on devices. Collective.
 
-    `on_message` is called on every rank. Trials of windows on devices may crash the process. Raises `AllRanksUserError`
+    Calls `on_message` on every rank. A trial of a window on a device may crash the process. Raises `AllRanksUserError`
     if a node has too little memory for the smallest window that is tried.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
@@ -68,7 +68,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return a report without trial results."""
+    """Return a report of the library and the layout of ranks, without results of trials."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),

@@ -154,11 +154,6 @@ class ProbeReport:
     problems: tuple[Problem, ...] = ()
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks in the job."""
-        return sum(self.ranks_per_node)
-
-    @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of peers: "same_node" if any node has several ranks, "other_node" if the job has several nodes."""
         exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}

@@ -103,8 +103,8 @@ class Trials:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
         origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
-        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. By default only Get
-            to the host. Put from the host may be late with libfabric's tcp provider, which mailboxes detect themselves.
+        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. By default, only
+            Get into host memory: with libfabric's tcp provider, Put may be late, but mailboxes detect that themselves.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` for `budget_s` seconds, at least once, at most `max_repeats` times, and return the results."""
+    """Call `sample` for `budget_s` seconds, but at least once and at most `max_repeats` times. Return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:

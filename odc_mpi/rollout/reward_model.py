@@ -29,7 +29,7 @@ class RewardModel:
     model does not have exactly one output, or no padding token is known.
     """
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path, device: torch.device | str) -> None:
         if not is_model_directory(path):
             raise UserError(
                 f"{_SETTING}: expected a reward model with config.json, got {path} without it: export the run with "

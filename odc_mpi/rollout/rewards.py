@@ -34,7 +34,6 @@ from odc_mpi.rollout import builtin_rewards
 RewardCallable = Callable[..., Sequence[float | None]]
 #: Number added to the standard deviation of a group before advantages are divided by it, as in TRL.
 EPSILON = 1e-4
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class GroupRewards:
 
 
 def load_reward_functions(
-    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device = _CPU
+    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu"
 ) -> list[RewardFunction]:
     """Import reward functions, which runs the code of their modules. If `weights` is None, all weights are 1.
 
@@ -192,9 +191,8 @@ def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Seque
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return dict(reward_kwargs)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(reward_kwargs)
-    return {name: value for name, value in reward_kwargs.items() if name in parameters}
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in reward_kwargs.items() if takes_all or name in parameters}
 
 
 class _ExpiredError(BaseException):
@@ -235,7 +233,7 @@ def _name(spec: str) -> str:
     return Path(of_hub[0] if of_hub else spec.rpartition(":")[2]).name
 
 
-def _load_function(spec: str, device: torch.device) -> RewardCallable:
+def _load_function(spec: str, device: torch.device | str) -> RewardCallable:
     module_name, colon, name = spec.rpartition(":")
     if not colon:
         if spec in builtin_rewards.REWARDS:

@@ -48,8 +48,8 @@ def install_excepthooks(reported_by: Callable[[str], int | None]) -> None:
     The hooks apply to the threads of this package and, in a job of several ranks, to the main thread, because other
     ranks could wait forever for a thread that ended silently. The previous hook prints the exception before the abort.
 
-    `reported_by` publishes the text of an exception in the main thread, and returns the lowest rank below this rank
-    that has published the same text, or None. If it returns a rank, only that rank prints a traceback.
+    `reported_by` publishes the text of an exception that the main thread raised, and returns the lowest rank below this
+    rank that has published the same text, or None. If it returns a rank, only that rank prints a traceback.
     """
     main_hook, thread_hook, pid = sys.excepthook, threading.excepthook, os.getpid()
     if getattr(thread_hook, "ends_the_job", False):

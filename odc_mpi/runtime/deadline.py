@@ -27,7 +27,8 @@ class Watchdog:
         on_expiry: Function called in the watchdog thread with the description of the wait and its duration so far in
             seconds. It returns the number of seconds from now until the new deadline, or 0 to end the watchdog thread.
             It may also end the process.
-        on_poll: Function called in the watchdog thread at each check, at least once per second unless `on_expiry` runs.
+        on_poll: Function called in the watchdog thread before each check, at least once per second except while
+            `on_expiry` is running.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Call MPI_Iprobe, because some networks progress only within MPI calls, then return `run_tasks()`."""
+        """Let MPI progress, which some networks need, then run all tasks and return the result of `run_tasks`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 

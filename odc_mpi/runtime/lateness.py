@@ -41,10 +41,10 @@ class Status:
         num_collectives: Number of collectives among all ranks at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
-        heartbeat_missing: True if the rank published nothing between two readings (`mark_missing_heartbeats`). The
-            watchdog of a live rank publishes a heartbeat at least once per second, even during computation.
         published_at: Time at which the rank last published its activity, in seconds since the epoch, by its own clock.
         heartbeat_number: Counter that is incremented by every write of the status.
+        heartbeat_missing: True if the rank published nothing between two readings (`mark_missing_heartbeats`). The
+            watchdog of a live rank publishes a heartbeat at least once per second, even during computation.
     """
 
     what: str
@@ -52,9 +52,9 @@ class Status:
     num_collectives: int = 0
     finalizing: bool = False
     aborting: bool = False
-    heartbeat_missing: bool = False
     published_at: float = 0.0
     heartbeat_number: int = 0
+    heartbeat_missing: bool = False
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:

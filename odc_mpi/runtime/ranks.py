@@ -77,7 +77,7 @@ def mpi_startup() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """In the main thread, set a timer that ends this process after the larger of `seconds` and `END_S`."""
+    """Set a timer that ends this process after the larger of `seconds` and `END_S`, if this is the main thread."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 

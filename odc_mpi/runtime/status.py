@@ -7,7 +7,7 @@ call. Therefore, a background thread of each rank calls MPI periodically; over s
 answer.
 
 Note: torn pages
-    A page has two slots (halves), each with a number and a checksum, which are written alternately. A reader uses the
+    A page has two slots (halves), which are written alternately, each with a number and a checksum. A reader uses the
     valid slot with the higher number. If a writer is stopped while writing one slot, the other slot remains valid.
     Unlike a sequence lock, this does not depend on the order of stores.
 """
@@ -29,11 +29,10 @@ from odc_mpi.runtime.library import has_thread_multiple, memory_model
 #: Size of a slot, which is half a page, in bytes.
 SLOT_BYTES = 256
 PAGE_BYTES = 2 * SLOT_BYTES
-#: Content of a slot: checksum; number of the write, time, number of collectives, microbatch, flags, length of the text.
+#: Content of a slot: checksum; fields of `Status` in their order, without the first and the last; length of the text.
 _CHECKSUM = struct.Struct("<I")
-_HEAD = struct.Struct("<QdIIBB")
+_HEAD = struct.Struct("<II??dQB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
-_FINALIZING, _ABORTING = 1, 2
 #: Time between polls by the background thread, in seconds, and number of MPI calls per poll. The calls let MPI progress
 #: on a computing rank: they suffice for other ranks to read its page, but are too few to slow it down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
@@ -85,8 +84,8 @@ class StatusPage:
             self._number += 1
             what, microbatch, published_at = self._last
             text = what.encode()[:MAX_TEXT_BYTES]
-            flags = _FINALIZING * self.finalizing + _ABORTING * self.aborting
-            record = _HEAD.pack(self._number, published_at, self.num_collectives, microbatch, flags, len(text)) + text
+            fields = (microbatch, self.num_collectives, self.finalizing, self.aborting, published_at, self._number)
+            record = _HEAD.pack(*fields, len(text)) + text
             start = self._number % 2 * SLOT_BYTES
             self._memory[start : start + _CHECKSUM.size + len(record)] = _CHECKSUM.pack(zlib.crc32(record)) + record
 
@@ -103,21 +102,13 @@ def read_page(page: bytes) -> Status | None:
 
 
 def _read_slot(slot: bytes) -> Status | None:
-    number, published_at, num_collectives, microbatch, flags, length = _HEAD.unpack_from(slot, _CHECKSUM.size)
+    *fields, length = _HEAD.unpack_from(slot, _CHECKSUM.size)
     record = slot[_CHECKSUM.size : _CHECKSUM.size + _HEAD.size + length]
     if zlib.crc32(record) != _CHECKSUM.unpack_from(slot)[0]:
         return None
     # A character at which the text was truncated is dropped.
     text = record[_HEAD.size :].decode(errors="ignore")
-    return Status(
-        text,
-        microbatch,
-        num_collectives,
-        finalizing=bool(flags & _FINALIZING),
-        aborting=bool(flags & _ABORTING),
-        published_at=published_at,
-        heartbeat_number=number,
-    )
+    return Status(text, *fields)
 
 
 def nearby_ranks(rank: int, size: int) -> list[int]:
@@ -175,7 +166,7 @@ class StatusWindow:
         prepare: Function that the background thread calls before it calls MPI.
         background_progress: True if the background thread calls MPI periodically, so that other ranks can read the page
             over any network.
-        nearby: Ranks to read if the status of a few ranks is enough (see `nearby_ranks`).
+        nearby: Ranks to read if the status of a few ranks is enough (see `nearby_ranks`). `others` are all other ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

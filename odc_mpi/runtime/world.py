@@ -39,6 +39,8 @@ T = TypeVar("T")
 class World(AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
+    As a context manager, a world closes at the end of the block, except after an error that other ranks may not raise.
+
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job.
@@ -140,7 +142,7 @@ class World(AbstractContextManager["World"]):
         self.job.set_status(what, microbatch)
 
     def set_places(self, places: Sequence[str]) -> None:
-        """Set the text that follows "rank 3 on" in error messages for each rank, initially its host."""
+        """Set the text that follows "rank N on" in error messages for each rank of this world, initially its host."""
         for rank, place in zip(self._members or range(self.size), places, strict=True):
             self.job.places[rank] = place
 
@@ -156,7 +158,7 @@ class World(AbstractContextManager["World"]):
     def background_progress_off(self) -> Iterator[None]:
         """Context manager that stops the background thread's periodic MPI calls, to measure one-sided progress.
 
-        These calls, for a few milliseconds twice per second, let other ranks read this rank's status.
+        These calls, which take a few milliseconds twice per second, let other ranks read this rank's status.
         """
         status = self.job.status
         assert status is not None
@@ -190,8 +192,8 @@ class World(AbstractContextManager["World"]):
     def wait(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking operation until the deadline, while running the `progress` tasks.
 
-        Unlike a blocking MPI call, this method does not spin, which would delay computing ranks if there are more ranks
-        than cores. For a collective operation, use `wait_collective` instead.
+        A blocking MPI call would spin and thus delay computing ranks if there are more ranks than cores. This method
+        pauses between polls. For a collective operation, use `wait_collective` instead.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)

@@ -36,7 +36,7 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 #: Function that pushes the gradients of a unit's named parameters (`shard.gradients.GradientPusher.push`).
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None], bool], None]
-#: Number that exceeds the number of nodes that a backward can create.
+#: Number that exceeds the number of nodes that a backward pass can create.
 _MANY = 1 << 40
 
 
@@ -65,13 +65,13 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """Tracker for unit forwards that are in progress and for those whose backward has not yet run.
+    """Tracker for forward passes of units that are in progress or whose backward pass has not yet run.
 
     Within one forward, all lookups of a parameter return the same tensor, unless grad mode or inference mode changes.
     """
 
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
-        self.unsharded = unsharded
+        self.unsharded, self.saved_tensor_hooks = unsharded, SavedTensorHooks(unsharded)
         self._push = push
         # Number of nodes of each unit whose backward has not yet run, for the current version of the parameters.
         self._pending: Counter[Unit] = Counter()
@@ -163,7 +163,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager that installs the hooks, except in nested calls, in backward, or if tensors stay valid."""
+        """Context manager that installs the hooks, unless it is nested, in a backward pass, or tensors stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

@@ -20,6 +20,9 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.shard.units.unit import Unit
 
+#: Sizes in bytes of a rank's caches for unsharded parameters and for accumulated gradients, or "auto".
+CacheSizes = tuple[int | Literal["auto"], int | Literal["auto"]]
+
 
 class CacheBudget:
     """Set of cache keys, limited by a budget in bytes. Lowering `budget_bytes` does not evict admitted keys."""
@@ -94,47 +97,35 @@ class CacheNeeds:
             )
 
 
-def node_cache_fits(
-    num_bytes: int,
-    free_bytes: int,
-    num_ranks: int,
-    parameters: int | Literal["auto"],
-    gradients: int | Literal["auto"],
-) -> bool:
+def node_cache_fits(num_bytes: int, free_bytes: int, num_ranks: int, sizes: CacheSizes) -> bool:
     """Return True if the parameter caches of a node's `num_ranks` ranks could together hold a model of `num_bytes`.
 
     For the other arguments, see `auto_cache_bytes`.
     """
     needs = CacheBytes(-(-num_bytes // num_ranks))
-    return auto_cache_bytes(free_bytes, num_ranks, needs, parameters, gradients).parameters >= needs.parameters
+    return auto_cache_bytes(free_bytes, num_ranks, needs, sizes).parameters >= needs.parameters
 
 
 def auto_cache_bytes(
-    free_bytes: int,
-    num_ranks: int,
-    needs: CacheBytes,
-    parameters: int | Literal["auto"] = "auto",
-    gradients: int | Literal["auto"] = "auto",
+    free_bytes: int, num_ranks: int, needs: CacheBytes, sizes: CacheSizes = ("auto", "auto")
 ) -> CacheBytes:
-    """Return the sizes of a rank's caches, computing those given as "auto", for parameters first.
+    """Return the sizes of a rank's caches. Of two sizes given as "auto", that for parameters is computed first.
 
     Args:
         free_bytes: Free memory in bytes, minus optimizer states yet to be allocated. Half is left for activations.
         num_ranks: Number of ranks that share this memory equally.
         needs: Maximum useful sizes, which automatic sizes never exceed.
-        parameters: Size of the parameter cache in bytes, or "auto".
-        gradients: Size of the gradient cache in bytes, or "auto".
     """
-    share = max(0, free_bytes) // 2 // num_ranks
+    share, (parameters, gradients) = max(0, free_bytes) // 2 // num_ranks, sizes
     reserved = 0 if isinstance(gradients, str) else gradients
     first = min(needs.parameters, max(0, share - reserved)) if isinstance(parameters, str) else parameters
     second = min(needs.gradients, max(0, share - first)) if isinstance(gradients, str) else gradients
     return CacheBytes(first, second)
 
 
-def check_cache_sizes(parameters: object, gradients: object) -> None:
+def check_cache_sizes(sizes: CacheSizes) -> None:
     """Raise `UserError` if a cache size is neither "auto" nor a number of bytes."""
-    for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
+    for setting, value in zip(("parameter_cache_bytes", "gradient_cache_bytes"), sizes, strict=True):
         if value != "auto" and (not isinstance(value, int) or value < 0):
             raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
 

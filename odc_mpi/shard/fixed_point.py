@@ -93,7 +93,7 @@ class FixedPointGradients(GradientFormat):
 
     @override
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        self._round(index, segments, flat, _add)
+        self._round(index, segments, flat, lambda target, rounded: target.add_(rounded.to(torch.int64)))
 
     @override
     def local_statistics(self) -> np.ndarray:
@@ -210,10 +210,6 @@ class FixedPointGradients(GradientFormat):
         square_bits = 2 * _bits(largest) if largest and math.isfinite(largest) else 0
         more = EXACT_BITS - numel_bits
         return max(EXPONENTS[0], min(EXPONENTS[1] - LIMBS * more, more - square_bits)), more
-
-
-def _add(flat: torch.Tensor, rounded: torch.Tensor) -> None:
-    flat.add_(rounded.to(torch.int64))
 
 
 def _lost(exact: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a scaled bound on this rank's pushes of each array, by index. Not finite if a gradient is not."""
+        """Return, by index, a scaled bound on this rank's pushes of each array. It is finite if all gradients are."""
 
 
 class FloatGradients(GradientFormat):

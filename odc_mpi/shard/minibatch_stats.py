@@ -36,7 +36,7 @@ class MinibatchStats:
         self.finite = True
         self.sums = np.empty(0)
         self.pushed: list[bool] = []
-        self._reports = np.empty((0, 0))
+        self._of_ranks: dict[str, np.ndarray] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
         """Return this rank's statistics as a row of float64 numbers for the ranks to exchange.
@@ -57,15 +57,15 @@ class MinibatchStats:
         `own_rows` are the rows of the ranks that train the same model as this rank. Only they determine `pushed`.
         """
         count = len(self.sums)
-        sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)
-        self._columns = {name: column for column, name in enumerate(self.local)}
+        sums, values, words = np.split(reports, [count, count + len(self.local)], axis=1)
+        self._of_ranks = dict(zip(self.local, values.T, strict=True))
         self.sums = sums.sum(axis=0)
         merged = np.bitwise_or.reduce(words[own_rows].astype(np.uint32), axis=0)
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
         """Return each rank's value called `name`, float64 `[ranks]`."""
-        return self._reports[:, self._columns[name]]
+        return self._of_ranks[name]
 
     def sum(self, name: str) -> float:
         """Return the sum over all ranks of the value called `name`, bitwise identical on every rank."""

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from odc_mpi.comm.layout import Slice
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
-from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
+from odc_mpi.shard.autograd import UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource, require_elementwise
@@ -108,13 +108,12 @@ class ShardedModel:
         self._resources.callback(self._pusher.close)
         self.usage = Usage(transport, self.spans, self._pusher.buffers)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
-        saved = SavedTensorHooks(self._unsharded)
         with self.spans.span("weights"):
             self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
         replicate(module, transport)
         self._placeholders = Placeholders(self._names_by_module, transport, forwards)
         for unit in self.units:
-            wrap_forward(module.get_submodule(unit.name), unit, forwards, saved, activation_checkpointing)
+            wrap_forward(module.get_submodule(unit.name), unit, forwards, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
         # A global hook, because the caller creates the optimizer later.
         self._resources.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from odc_mpi.comm.transport import Transport
-from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
+from odc_mpi.shard.autograd import UnitForwards
 from odc_mpi.shard.partition import NamesByModule, replicated_tensors
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
@@ -184,9 +184,7 @@ def full_state_dict(state: Mapping[str, Any], names: Mapping[str, str], unsharde
     return copies
 
 
-def wrap_forward(
-    module: nn.Module, unit: Unit, forwards: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
-) -> None:
+def wrap_forward(module: nn.Module, unit: Unit, forwards: UnitForwards, checkpointing: bool) -> None:
     """Make the forward pass of a unit's module run within `UnitForwards.run`.
 
     If `checkpointing` is True, also apply activation checkpointing, except to the root unit.
@@ -203,7 +201,7 @@ def wrap_forward(
     def outermost(*args: Any, **kwargs: Any) -> Any:
         if forwards.unsharded.reshard_forbidden:
             return forward(*args, **kwargs)
-        with saved.active():
+        with forwards.saved_tensor_hooks.active():
             if checkpointing and not unit.is_root and torch.is_grad_enabled():
                 # The arguments are in a closure. As arguments of `checkpoint`, each would become a different tensor,
                 # and attention whose query, key and value are the same tensor would take a different code path.

@@ -38,12 +38,11 @@ def partition(
     Raises:
         ValueError: An entry in `units` matches no submodule, or matches one without a `forward` method.
     """
-    chosen = _select_modules(module, units)
+    unit_names = _select_modules(module, units)
     names_by_module: NamesByModule = {}
     names: dict[str, str] = {}
     unit_of: dict[nn.Parameter, str] = {}
     first_names: dict[nn.Parameter, str] = {}
-    unit_names = {unit: name for name, unit in chosen.items()}
     innermost: dict[str, str] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=False):
         parent = innermost.get(prefix.rpartition(".")[0], "")
@@ -56,7 +55,7 @@ def partition(
             names_by_module.setdefault(submodule, {})[key] = names[full_name] = name
             # A parameter that several units share belongs to the root.
             unit_of[parameter] = unit_name if unit_of.get(parameter, unit_name) == unit_name else ""
-    parts: ParametersByUnit = {name: {} for name in ("", *chosen)}
+    parts: ParametersByUnit = {name: {} for name in ("", *unit_names.values())}
     for parameter, name in first_names.items():
         parts[unit_of[parameter]][name] = parameter
     return {unit_name: part for unit_name, part in parts.items() if part}, names_by_module, names
@@ -120,18 +119,18 @@ def make_units(
     return units, layouts
 
 
-def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:
-    """Return the selected submodules by dotted name, in module order."""
+def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[nn.Module, str]:
+    """Return the selected submodules with their dotted names, in module order."""
     if units is None:
         units = sorted(getattr(module, "_no_split_modules", None) or ())
         # A model family's list can contain classes that this model does not use.
         present = {type(submodule).__name__ for submodule in module.modules()}
         units = [name for name in units if name in present]
-    chosen: dict[str, nn.Module] = {}
+    chosen: dict[nn.Module, str] = {}
     for choice in units:
         kinds = choice if isinstance(choice, type) else ()
         matches = {
-            name: m
+            m: name
             for name, m in module.named_modules()
             if name and (m is choice or type(m).__name__ == choice or isinstance(m, kinds))
         }
@@ -140,12 +139,12 @@ def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> di
                 f"units: expected classes or submodules of {type(module).__name__}, no submodule is {choice!r}"
             )
         chosen |= matches
-    for name, unit in chosen.items():
+    for unit, name in chosen.items():
         if type(unit).forward is nn.Module.forward:
             raise ValueError(
                 f"units: {name} is a {type(unit).__name__}, which is never called itself; name the modules inside it"
             )
-    return {name: chosen[name] for name, _ in module.named_modules() if name in chosen}
+    return {m: name for name, m in module.named_modules() if m in chosen}
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

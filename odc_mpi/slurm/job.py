@@ -40,7 +40,7 @@ class SlurmJob:
         headline: First line of the comment at the start of the script.
         usage: Command line that submits the script, shown in the same comment.
         mpi: Value of `srun --mpi`, as a bash expression.
-        choices: Options of sbatch that a site may require: values by names in `_CHOICES`.
+        choices: Values of sbatch options that a site may require, keyed by the names in `_CHOICES`.
         arguments: Arguments for `odc-mpi train`, to which the script appends its own arguments.
         stage: Directory on each node to which the data set is copied, by default $STAGE. If that is not set either,
             nothing is copied.

@@ -26,7 +26,7 @@ from odc_mpi.models.families import trial_inputs
 from odc_mpi.models.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes, peak_resident_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
+from odc_mpi.shard.cache_budget import CacheBytes, CacheSizes, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
@@ -253,9 +253,9 @@ def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int
     if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
         return 0
     gpu = config.run.device == "cuda"
-    caches = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
+    caches: CacheSizes = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
     own_bytes = sizes.shard + sizes.gradient_shard + sizes.masters + sizes.states
-    fits = node_cache_fits(num_bytes, available_bytes() - ranks_per_node * own_bytes, ranks_per_node, *caches)
+    fits = node_cache_fits(num_bytes, available_bytes() - ranks_per_node * own_bytes, ranks_per_node, caches)
     return num_bytes // ranks_per_node if fits else 0
 
 
@@ -263,13 +263,11 @@ def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes:
     """Return the sizes of the caches. A GPU's memory size is unknown here, so its auto caches have size 0."""
     available = 0 if config.run.device == "cuda" else available_bytes() - ranks_per_node * state_bytes
     parameters, gradients = config.comm.parameter_cache_bytes, config.comm.gradient_cache_bytes
-    return auto_cache_bytes(
-        available,
-        ranks_per_node,
-        needs,
+    sizes: CacheSizes = (
         min(parameters, needs.parameters) if isinstance(parameters, int) else "auto",
         min(gradients, needs.gradients) if isinstance(gradients, int) else "auto",
     )
+    return auto_cache_bytes(available, ranks_per_node, needs, sizes)
 
 
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class PeriodicEvaluator(Callback, ABC):
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model
-        #: Context manager, collective, in which the model has the parameters to evaluate.
+        #: Returns a context manager in which the model has the parameters to evaluate. Entering it is collective.
         self.evaluated_parameters: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @abstractmethod

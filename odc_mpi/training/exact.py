@@ -35,11 +35,7 @@ _UNSUPPORTED = {
     "data.balance": ("lb_micro", "lb_mini or dynamic", "its microbatches depend on the number of ranks"),
     "data.context_parallel": ("auto", "off", "its chunks depend on the number of ranks"),
     "model.compile": (True, "false", "kernels that are compiled for one number of tokens may round differently"),
-    "run.device": (
-        "cuda",
-        "cpu",
-        "tokens are sampled with cumulative sums, which are not deterministic on a GPU",
-    ),
+    "run.device": ("cuda", "cpu", "tokens are sampled with cumulative sums, which are not deterministic on a GPU"),
     "rl.skip_failed_rewards": (True, "false", "the dropped completions may depend on how long their rewards take"),
 }
 

@@ -39,7 +39,8 @@ class Inputs:
     model: models.MetaModel
     loader: Loader | PromptLoader
     evaluation: TrainingData | None = None
-    #: Sizes of the buffers for keys and values, or the reason why no sequence can be split. None: not wanted.
+    #: Sizes of the buffers for keys and values, or the reason (text) why no sequence can be split; None if
+    #: `data.context_parallel` is off.
     context_parallel: KVSizes | str | None = None
 
     @property

@@ -44,7 +44,7 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches. The caller trains on each before requesting the next. May be one-sided."""
+        """Yield this rank's microbatches. The caller must train on each before the next one. May be one-sided."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""

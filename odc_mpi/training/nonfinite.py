@@ -28,8 +28,9 @@ class NonFiniteReport(Callback):
     """Reports the origin of a non-finite gradient after each skipped step: rank, sequences and unit, if known.
 
     With `run.detect_anomaly`, the first skipped step ends the run, and the origin and the model inputs of its sequences
-    are written to anomaly.json. Otherwise, `run.max_skipped_steps` skipped steps in a row end the run. `metadata` is
-    that of the checkpoint from which the run resumes, with the number of steps skipped in a row so far.
+    are written to anomaly.json. Otherwise, `run.max_skipped_steps` skipped steps in a row end the run. `metadata`,
+    which contains the number of steps skipped in a row so far, is that of the checkpoint from which the run resumes, or
+    None for a new run.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return the configuration with auto replaced in `run.device` (by `device`), `optim.learning_rate` and `model`."""
+    """Replace auto in `run.device` with `device`, and auto in `optim.learning_rate` and in the section `model`."""
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":

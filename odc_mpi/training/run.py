@@ -128,35 +128,31 @@ def train(
         start_times.end("probe")
         metadata = run_metadata(config, world, inputs, resume_point)
         trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop, islands))
-        trainer.callbacks.insert(0, StartReport(world, start_times, trainer.model.spans))
-        startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
-        tracker_callback = _build_tracker_callback(config, world)
-        trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
+        model = trainer.model
+        trainer.callbacks.insert(0, StartReport(world, start_times, model.spans))
+        startup_text = startup_lines(config, world, inputs, model, decision, resume_point, notes)
+        run_dir = Path(config.run.dir)
+        trackers = (config.run.report_to or ()) if world.rank == 0 else ()
+        # At the end, the other ranks wait for rank 0.
+        finish_s = min(FINISH_S, world.timeout_s / 2)
+        tracker_callback = TrackerCallback(trackers, run_dir, flatten_config(asdict(config)), finish_s)
+        trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, model))
         outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
         check_stop()
         # Last in the setup, because all errors must be raised before anything is written.
-        directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
-        stack.enter_context(directory_lock or nullcontext())
-        run_dir = Path(config.run.dir)
-        checkpointing = CheckpointCallback(
-            config, world, trainer, metadata, stop, directory_lock, resume_point, outer_loop
-        )
+        lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
+        stack.enter_context(lock or nullcontext())
+        checkpointing = CheckpointCallback(config, world, trainer, metadata, stop, lock, resume_point, outer_loop)
         resumed = resume_point.metadata if resume_point else None
-        report = NonFiniteReport(config.run, world, trainer.model, trainer.objective, resumed)
-        trace = TraceCallback(
-            world,
-            run_dir,
-            trainer.model.spans,
-            config.run.trace_steps,
-            config.data.max_tokens_per_microbatch,
-            trainer.model.num_islands,
-        )
+        report = NonFiniteReport(config.run, world, model, trainer.objective, resumed)
+        max_tokens = config.data.max_tokens_per_microbatch
+        trace = TraceCallback(world, run_dir, model.spans, config.run.trace_steps, max_tokens, model.num_islands)
         logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0)
         stack.callback(logger.close)  # before the directory is unlocked
         trainer.callbacks += [trace, logger, tracker_callback, report, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
-        described = summary_fields(config, world, decision, trainer.model)
+        described = summary_fields(config, world, decision, model)
         if config.run.exact:
             described |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
@@ -164,7 +160,7 @@ def train(
         checkpointing.raise_outcome(trainer.completed_steps)
         if outer_loop:
             outer_loop.close()
-        trainer.model.close()  # not after an error, since the other ranks may not take part
+        model.close()  # not after an error, since the other ranks may not take part
         return summary
 
 
@@ -337,13 +333,6 @@ def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, mode
     if config.run.objective == "sft" and config.model.param_dtype == "bfloat16":
         flops = training_flops(inputs.model, numel(model, True) / numel(model))
     return ThroughputMetrics(world.size, model.device, steps_per_epoch(config, len(inputs.dataset)), flops)
-
-
-def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
-    names = config.run.report_to if world.rank == 0 else None
-    # The other ranks wait for rank 0 at the end.
-    finish_s = min(FINISH_S, world.timeout_s / 2)
-    return TrackerCallback(names or (), Path(config.run.dir), flatten_config(asdict(config)), finish_s)
 
 
 def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:

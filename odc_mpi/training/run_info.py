@@ -40,7 +40,8 @@ def startup_lines(
     notes: Mapping[str, str],
 ) -> str:
     """Return the text to print before the first step. `notes` are the remarks from `resolve_settings`, by setting."""
-    data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
+    data, packing = config.data, inputs.model.packing
+    dtype = f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     per_step = f"{unit_of_samples(config)}, {samples_per_step(config)} per step"
     if config.run.objective == "grpo":
         per_step += f" with {config.rl.num_generations} completions each"
@@ -62,7 +63,8 @@ def startup_lines(
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
-        **inputs.model.packing.startup_lines(),
+        **({} if packing.packs else {"packing": f"off, one sequence per microbatch: {packing.unpacked_reason}"}),
+        **({"attn": "eager, because the scores have soft caps"} if packing.soft_caps else {}),
         **({"cp": _describe_context_parallel(inputs.context_parallel)} if inputs.context_parallel else {}),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
         f"{config.optim.lr_scheduler_type}",

@@ -285,7 +285,7 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate for auto: TRL's defaults, or more with adapters or, in fine-tuning, for a new model."""
+    """Return the learning rate for auto: TRL's default, or more with adapters or, in fine-tuning, for a new model."""
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
         return 1e-5 if has_adapters else 1e-6

@@ -35,7 +35,7 @@ class Outer:
         self.index, self.num_islands = island, num_islands
         trainable = dict(model.named_shard_parameters())
         slices = {piece.spec.name: piece for piece, _ in model.slices()}
-        self.tensors = {
+        self.values = {
             section: {
                 name: values(section, name, island * (section in OWN), slices[name].start, slices[name].stop)
                 if section in sections
@@ -46,14 +46,11 @@ class Outer:
         }
         self.sections = set(sections)
 
-    def shared_tensors(self):
-        return {section: self.tensors[section] for section in SHARED if section in self.sections}
-
-    def island_tensors(self):
-        return {section: self.tensors[section] for section in OWN if section in self.sections}
+    def tensors(self):
+        return {section: self.values[section] for section in (*SHARED, *OWN) if section in self.sections}
 
     def load_tensors(self, read):
-        for section, tensors in self.tensors.items():
+        for section, tensors in self.values.items():
             for name, tensor in tensors.items():
                 if (saved := read(section, name)) is not None:
                     tensor.copy_(saved)
@@ -79,10 +76,9 @@ def run_islands(num_islands, num_ranks, work):
 def parts(model, optimizer, outer):
     """This rank's part of its island's state."""
     starts = {piece.spec.name: piece.start for piece, _ in model.slices()}
-    tensors = outer.shared_tensors() | outer.island_tensors()
     found = {
         f"{'outer parameters' if section == 'model' else section}/{name}": (starts[name], tensor.clone())
-        for section, by_name in tensors.items()
+        for section, by_name in outer.tensors().items()
         for name, tensor in by_name.items()
     }
     found |= full_state(model, optimizer)

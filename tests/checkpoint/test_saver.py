@@ -299,9 +299,9 @@ def test_which_checkpoints_a_path_means(tmp_path):
     both = [ranks.directory / step_name(step) for step in (1, 2)]
     assert checkpoint_directories(tmp_path / "run") == checkpoint_directories(ranks.directory) == both
     assert checkpoint_directories(both[0]) == [both[0]]
-    assert open_newest_checkpoint(tmp_path / "run").step == 2
+    assert open_newest_checkpoint(tmp_path / "run").manifest.step == 2
     (both[1] / "manifest.json").unlink()
-    assert open_newest_checkpoint(tmp_path / "run").step == 1
+    assert open_newest_checkpoint(tmp_path / "run").manifest.step == 1
     assert ["INVALID" in line for line in list_lines(tmp_path / "run")] == [False, True]
     with pytest.raises(UserError, match="not a complete checkpoint"):
         open_newest_checkpoint(both[1])

@@ -101,13 +101,6 @@ def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
             assert list(ranges_by_owner(layout.shard_numel, own, start, stop)) == expected
 
 
-def test_parameters_without_elements() -> None:
-    layout = FlatLayout.build("none", [ParameterSpec("a", (0, 3), False)], 3)
-    assert layout.numel == 0 and not layout.trainable
-    assert all(interval.numel == 0 for rank in range(3) for interval in layout.slices(rank))
-    assert list(ranges_by_owner(layout.shard_numel, 0, 0, 0)) == []
-
-
 def test_trainable_and_frozen_do_not_mix() -> None:
     with pytest.raises(AssertionError, match="arrays of their own"):
         FlatLayout.build("mixed", [ParameterSpec("a", (1,), True), ParameterSpec("b", (1,), False)], 2)

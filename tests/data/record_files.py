@@ -16,4 +16,4 @@ def write_lines(path: Path, *records: Any) -> str:
 
 
 def parse_blocks(blocks: Iterable[Block], columns: Columns | None = None) -> list[Any]:
-    return [parse_example(record(), location, columns) for block in blocks for location, record in block.records()]
+    return [parse_example(value, location, columns) for block in blocks for location, value in block.records()]

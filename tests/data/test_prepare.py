@@ -166,11 +166,7 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     write_lines(source := tmp_path / "a.jsonl", {"messages": [{"role": "Assistant", "content": "x"}]})
     message = refused(str(source), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
     assert "1 without loss tokens, which are those of completions and of messages of the role assistant" in message
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    assert "SOURCE contains no examples" in refused(
-        str(tmp_path / "empty.jsonl"), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.usefixtures("few_functions")

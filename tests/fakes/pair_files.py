@@ -1,11 +1,13 @@
 """Data sets of pairs for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 
 
@@ -20,3 +22,12 @@ def write_pairs(path: Path, counts: Sequence[tuple[int, int, int]], vocab_size: 
             tokens = rng.integers(1, vocab_size, num_prompt + num_chosen + num_rejected).astype(np.uint32)
             pair = PairCounts(num_prompt, num_chosen, num_chosen)
             writer.append(tokens, np.arange(len(tokens)) >= num_prompt, pair)
+
+
+def answer_rows(dataset: Dataset, indices: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Yield the tokens of each chosen and rejected answer, with its prompt before it."""
+    for index in indices:
+        tokens = torch.from_numpy(dataset[index][0])
+        num_prompt, num_chosen, _ = dataset.pair_counts[index]
+        yield tokens[: num_prompt + num_chosen]
+        yield torch.cat([tokens[:num_prompt], tokens[num_prompt + num_chosen :]])

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from ranks import LateTransport, RecordingTransport, run_ranks
 from torch import nn, optim
 from toy_models import INPUT, Layer
 
-from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
 #: Of a parameter in float64.
@@ -21,50 +20,42 @@ Loss = Callable[[Any, Batch], torch.Tensor]  # of a module or a sharded model
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+def adamw(parameters):
     return optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+def sgd(parameters):
     return optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def squares(model: Any, batch: Batch) -> torch.Tensor:
+def squares(model, batch):
     output = model(*batch)
     return (output[0] if isinstance(output, tuple) else output).pow(2).mean()
 
 
-def next_tokens(model: Any, batch: Batch) -> torch.Tensor:
+def next_tokens(model, batch):
     (tokens,) = batch
     return nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def vectors(
-    *shape: int, steps: int = 3, microbatches: int = 3, dtype: torch.dtype = torch.float64
-) -> list[list[Batch]]:
+def vectors(*shape, steps=3, microbatches=3, dtype=torch.float64):
     """Minibatches of random tensors; of the last step only the first microbatch, so that ranks have none."""
     minibatches = [[(torch.randn(shape, dtype=dtype),) for _ in range(microbatches)] for _ in range(steps)]
     return [*minibatches[:-1], minibatches[-1][:1]]
 
 
-def tokens(vocabulary: int, steps: int = 3, microbatches: int = 3) -> list[list[Batch]]:
+def tokens(vocabulary, steps=3, microbatches=3):
     """Minibatches of random tokens, each microbatch of another length."""
     return [
         [(torch.randint(vocabulary, (2, 3 + (step + i) % 4)),) for i in range(microbatches)] for step in range(steps)
     ]
 
 
-def train_plain(
-    module: nn.Module,
-    minibatches: Sequence[Sequence[Batch]],
-    loss: Loss = squares,
-    make_optimizer: MakeOptimizer = adamw,
-    max_norm: float | None = 0.5,
-) -> list[list[float]]:
+def train_plain(module, minibatches, loss=squares, make_optimizer=adamw, max_norm=0.5):
     """Train in place; return the loss of every microbatch."""
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained)
-    losses: list[list[float]] = []
+    losses = []
     for minibatch in minibatches:
         losses.append([])
         for batch in minibatch:
@@ -80,21 +71,13 @@ def train_plain(
     return losses
 
 
-def train_sharded(
-    model: ShardedModel,
-    transport: RecordingTransport,
-    minibatches: Sequence[Sequence[Batch]],
-    loss: Loss = squares,
-    make_optimizer: MakeOptimizer = adamw,
-    max_norm: float | None = 0.5,
-    mark_last: bool = False,
-) -> dict[tuple[int, int], float]:
+def train_sharded(model, transport, minibatches, loss=squares, make_optimizer=adamw, max_norm=0.5, mark_last=False):
     """Train; return the loss of every microbatch of this rank by step and number.
 
     With `mark_last` the model is notified which backward is this rank's last in a minibatch.
     """
     optimizer = make_optimizer(model.shard_parameters())
-    losses: dict[tuple[int, int], float] = {}
+    losses = {}
     for step, minibatch in enumerate(minibatches):
         own = [i for i in range(len(minibatch)) if (step + i) % transport.group.size == transport.group.rank]
         with model.minibatch():
@@ -114,21 +97,14 @@ def train_sharded(
 class Train:
     """Trains a stack of equal layers on a rank."""
 
-    def __init__(
-        self,
-        transport: RecordingTransport,
-        module: nn.Module,
-        budgets: CacheBytes | None = None,
-        units: Any = (Layer,),
-        **settings: Any,
-    ) -> None:
+    def __init__(self, transport, module, budgets=None, units=(Layer,), **settings):
         self.transport = transport
         self.model = ShardedModel(copy.deepcopy(module), transport, units=units, **settings)
         if budgets is not None:
             self.model.cache_bytes = budgets
         self.optimizer = adamw(self.model.shard_parameters())
 
-    def step(self, num_microbatches: int = 2, mark_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
+    def step(self, num_microbatches=2, mark_last=False, batch=INPUT):
         """Return the numbers of fetches and pushes."""
         self.transport.log.clear()
         with self.model.minibatch():
@@ -141,7 +117,7 @@ class Train:
         return len(self.transport.names("fetch")), len(self.transport.names("push"))
 
     @property
-    def shard_bytes(self) -> int:
+    def shard_bytes(self):
         return sum(layout.shard_numel for layout in self.transport.layouts) * ITEM_BYTES
 
 
@@ -156,21 +132,21 @@ class Trained:
 
 
 def check_parity(
-    module: nn.Module,
-    minibatches: Sequence[Sequence[Batch]],
-    size: int,
+    module,
+    minibatches,
+    size,
     *,
-    units: Iterable[Any] | None = None,
-    activation_checkpointing: bool = False,
-    param_dtype: torch.dtype = torch.float64,
-    reduce_dtype: torch.dtype = torch.float64,
-    tolerance: float = 1e-9,
-    with_buffers: bool = False,
-    prefetch: int = 0,
-    budgets: Callable[[int], CacheBytes] | None = None,
-    kind: type[RecordingTransport] | None = None,
-    **training: Any,
-) -> list[Trained]:
+    units=None,
+    activation_checkpointing=False,
+    param_dtype=torch.float64,
+    reduce_dtype=torch.float64,
+    tolerance=1e-9,
+    with_buffers=False,
+    prefetch=0,
+    budgets=None,
+    kind=None,
+    **training,
+):
     """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
 
     With `prefetch` over a transport that is late and that notices what may not be, unless `kind` is given. With
@@ -180,7 +156,7 @@ def check_parity(
     plain = copy.deepcopy(module)
     copies = [copy.deepcopy(module) for _ in range(size)]
 
-    def work(transport: RecordingTransport) -> Trained:
+    def work(transport):
         model = ShardedModel(
             copies[transport.group.rank],
             transport,
@@ -207,12 +183,7 @@ def check_parity(
     return ranks
 
 
-def assert_same_state(
-    state: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-    tolerance: float,
-    left_out: dict[str, torch.Tensor] | None = None,
-) -> None:
+def assert_same_state(state, expected, tolerance, left_out=None):
     assert list(state) == list(expected)
     for name, tensor in expected.items():
         if name not in (left_out or {}):

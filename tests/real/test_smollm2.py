@@ -38,10 +38,7 @@ ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "runs" / "smollm2"
 #: Of each training: a launch with two ranks is the short one.
 STEPS = 5 if MPI.COMM_WORLD.size > 2 else 2
-KINDS = {
-    "lora": {"lora.r": 16, "lora.alpha": 32, "optim.learning_rate": 5e-4},
-    "full": {"optim.learning_rate": 1e-5},
-}
+KINDS = {"lora": {"lora.r": 16, "lora.alpha": 32, "optim.learning_rate": 5e-4}, "full": {"optim.learning_rate": 1e-5}}
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 SAMPLING = SamplingParams(max_new_tokens=24)
 #: By kind: losses of the plain loop and its trained model.

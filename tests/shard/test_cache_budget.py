@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, sgd, squares, vectors
-from ranks import LateTransport, PoisoningPool, RecordingTransport, on_ranks, run_ranks
+from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack
 
+from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensorHooks
@@ -69,9 +70,29 @@ def test_free_memory_is_shared_out() -> None:
     assert auto_cache_bytes(1000, 4, needs) == CacheBytes(100, 25)
     assert auto_cache_bytes(400, 4, needs) == CacheBytes(50, 0)
     assert auto_cache_bytes(-5, 4, needs) == CacheBytes(0, 0)
-    assert auto_cache_bytes(1000, 4, needs, gradients=70) == CacheBytes(55, 70)
-    assert auto_cache_bytes(1000, 4, needs, parameters=7) == CacheBytes(7, 118)
-    assert auto_cache_bytes(0, 4, needs, 7, 8) == CacheBytes(7, 8)
+    assert auto_cache_bytes(1000, 4, needs, ("auto", 70)) == CacheBytes(55, 70)
+    assert auto_cache_bytes(1000, 4, needs, (7, "auto")) == CacheBytes(7, 118)
+    assert auto_cache_bytes(0, 4, needs, (7, 8)) == CacheBytes(7, 8)
+
+
+class PoisoningPool(BufferPool):
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return super().acquire(numel, dtype).fill_(float("nan"))
+
+    def release(self, buffer: torch.Tensor) -> None:
+        with torch.inference_mode():  # it may have been taken there
+            buffer.fill_(float("nan"))
+        super().release(buffer)
+
+
+class PoisoningLatePool(PoisoningPool, LatePool):
+    pass
+
+
+class Poisoning(LateTransport):
+    """Fills released buffers of parameters with NaN, as `poisoned_gradients` does those of gradients."""
+
+    make_pool = PoisoningLatePool
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +133,7 @@ def test_equal_to_plain_torch(
     plain: nn.Module, minibatches: list[list[Batch]], options: dict[str, Any], budgets: str
 ) -> None:
     """Over a transport in which a released unit is NaN, and so is a pushed sum."""
-    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": LateTransport, **options}
+    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": Poisoning, **options}
     check_parity(copy.deepcopy(plain), minibatches, 3, **options)
 
 
@@ -232,7 +253,7 @@ def test_bytes_by_node() -> None:
     run_ranks(4, work, transport=TwoNodes)
 
 
-@on_ranks(2, transport=LateTransport)
+@on_ranks(2, transport=Poisoning)
 def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
@@ -277,7 +298,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-@on_ranks(2, transport=LateTransport)
+@on_ranks(2, transport=Poisoning)
 def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
     train = Train(transport, module, CacheBytes(), prefetch=prefetch)
     train.step(1)

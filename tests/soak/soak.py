@@ -40,11 +40,7 @@ SMALLEST_RING = 256
 
 
 class Life:
-    """A transport with random arrays, and its minibatches.
-
-    Attributes:
-        num_checked: Sums that were compared.
-    """
+    """A transport with random arrays, and its minibatches. `num_checked` sums were compared."""
 
     def __init__(self, world, seed, reduction, tickets):
         # The same draw on every rank.
@@ -59,8 +55,8 @@ class Life:
         settings = {"zero_copy": bool(rng.integers(2)), "reduction": reduction, "mailbox_bytes": mailbox_bytes}
         self.transport = window_transport(world, torch.float32, self.dtype, **settings)
         self.has_thread = bool(rng.integers(2))
-        specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
-        self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        specs = enumerate([ParameterSpec("p", (numel,), True)] for numel in self.sizes)
+        self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in specs])
         self.name = (
             f"{reduction}, {mailbox_bytes if reduction == 'mailbox' else 0} bytes, {self.sizes}, "
             f"thread {self.has_thread}, microbatches: {self.balance}"
@@ -84,11 +80,9 @@ class Life:
             thread.join()
 
     def num_microbatches(self, minibatch):
-        """Return the number of microbatches of all ranks."""
         return int(np.random.default_rng([*self.seed, minibatch]).integers(MAX_MICROBATCHES * self.world.size + 1))
 
     def own(self, minibatch):
-        """The microbatches of this rank, one after the other."""
         count, size = self.num_microbatches(minibatch), self.world.size
         if self.balance == "tickets":
             return self.tickets.draw(count)
@@ -105,15 +99,13 @@ class Life:
             yield index, start, rng.integers(-1000, 1000, size=stop - start)
 
     def parameters(self, index, minibatch):
-        """Return the parameters of an array in a minibatch."""
         return torch.arange(minibatch, minibatch + self.sizes[index], dtype=torch.float32)
 
     def minibatch(self, minibatch):
         """Push, fetch, pass A, check, pass B."""
         whims = np.random.default_rng()  # nobody else needs to know when this rank sleeps and what it fetches
         on_the_way = []
-        drawn = (push for microbatch in self.own(minibatch) for push in self.pushes(minibatch, microbatch))
-        for index, start, values in drawn:
+        for index, start, values in (push for own in self.own(minibatch) for push in self.pushes(minibatch, own)):
             gradient = torch.from_numpy(values).to(self.dtype)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
             time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
@@ -146,7 +138,6 @@ class Life:
             self.num_checked += stop - start
 
     def publish(self, minibatch):
-        """Write the parameters of a minibatch."""
         for index, layout in enumerate(self.transport.parameters.layouts):
             start, stop = layout.owned(self.world.rank)
             self.transport.parameters.shard(index)[: stop - start] = self.parameters(index, minibatch)[start:stop]
@@ -154,11 +145,7 @@ class Life:
 
 
 def soak(world, num_minibatches, seed, reductions):
-    """Run lives until there were enough minibatches, with the reductions by turns; return how many values were checked.
-
-    Raises:
-        AssertionError: A gradient or parameter on this rank is not what it should be.
-    """
+    """Run lives for so many minibatches, with the reductions by turns; return how many values were checked."""
     num_done = num_checked = 0
     tickets = Tickets(world)
     while num_done < num_minibatches:

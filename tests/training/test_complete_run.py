@@ -23,7 +23,7 @@ from odc_mpi.training.settings import load
 )
 def test_settings_of_islands_matter_if_they_train_separately(before, now, changed):
     config = load(None, ["--model.path", "model", "--data.path", "data.h5", "--islands.by", now])
-    manifest = SimpleNamespace(metadata={"config": asdict(config) | {"islands": before}})
-    resume_point = ResumePoint(SimpleNamespace(manifest=manifest, step=1, close=lambda: None), True, None)
+    manifest = SimpleNamespace(metadata={"config": asdict(config) | {"islands": before}}, step=1)
+    resume_point = ResumePoint(SimpleNamespace(manifest=manifest, close=lambda: None), True, None)
     with pytest.raises(AllRanksUserError, match=changed) if changed else nullcontext():
         assert report_already_complete(resume_point, config, SimpleNamespace(rank=0)) == {"steps": 1}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from packed_models import packed_model, plain_model
-from pair_files import write_pairs
+from packed_models import first_values, materialized, packed_model, plain_model
+from pair_files import answer_rows, write_pairs
 from tiny_configurations import tiny_config
 from transformers import AutoModelForSequenceClassification
 
@@ -86,9 +86,7 @@ def test_rewards_of_all_families_are_those_of_transformers(tmp_path, kind):
     write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=12)  # so that the padding token occurs
     settings = full_configuration(SimpleNamespace(config=tiny_config(kind)))
     meta_model = build.from_saved_config(settings, task=REWARD)
-    model, read = meta_model.module.eval(), meta_model.weights.read
-    values = {name: read(name, 0, p.numel()).view(p.shape).clone() for name, p in model.named_parameters()}
-    model.load_state_dict(values, assign=True, strict=False)
+    values, model = first_values(meta_model), materialized(meta_model).eval()
     model.config.pad_token_id = 5
     # The implementation of the attention is stored in the configuration.
     config = copy.deepcopy(model.config)
@@ -100,13 +98,7 @@ def test_rewards_of_all_families_are_those_of_transformers(tmp_path, kind):
     with Dataset(tmp_path / "pairs.h5") as dataset, torch.no_grad():
         microbatches = [[0, 2, 3, 1]] if packs else [[0], [2], [3], [1]]
         found = torch.cat([compute(read_pairs(dataset, np.array(indices))) for indices in microbatches])
-        wanted = []
-        for index in (0, 2, 3, 1):
-            tokens, _ = dataset[index]
-            num_prompt, num_chosen, _ = COUNTS[index]
-            end = num_prompt + num_chosen
-            for row in (tokens[:end], [*tokens[:num_prompt], *tokens[end:]]):
-                wanted.append(plain(input_ids=torch.tensor(np.array(row))[None]).logits[0, 0])
+        wanted = [plain(input_ids=row[None]).logits[0, 0] for row in answer_rows(dataset, (0, 2, 3, 1))]
     torch.testing.assert_close(found.flatten(), torch.stack(wanted).double(), rtol=1e-5, atol=1e-5)
 
 

@@ -30,5 +30,5 @@ def run(arguments: argparse.Namespace) -> int:
     base = None if arguments.base is None else Path(resolve_model_path(str(arguments.base), "--base"))
     with open_newest_checkpoint(arguments.directory) as checkpoint:
         names = export(checkpoint, arguments.out, merge=arguments.merge, dtype=arguments.dtype, base=base)
-        print(f"exported step {checkpoint.step} to {arguments.out}: {', '.join(names)}")
+        print(f"exported step {checkpoint.manifest.step} to {arguments.out}: {', '.join(names)}")
     return 0

@@ -65,7 +65,6 @@ def start(arguments: argparse.Namespace, work: Callable[[Any, Any, Any], object]
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with mpi_startup():
-            from odc_mpi.generation import run as module
             from odc_mpi.generation.load import GenerateArguments
             from odc_mpi.runtime.world import World
 
@@ -75,6 +74,8 @@ def start(arguments: argparse.Namespace, work: Callable[[Any, Any, Any], object]
 
         def log_and_work() -> None:
             world.run_on_all(lambda: log.open(None, world))
+            from odc_mpi.generation import run as module
+
             work(module, job, world)
 
         return run_on_all_ranks(world, log_and_work)

@@ -15,7 +15,7 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool, copy_host, empty_host
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import SharedWindow, Window, align_up
+from odc_mpi.comm.windows.rma import SharedWindow, Window, align_up, messages
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
@@ -167,7 +167,7 @@ class KVWindows:
         else:
             data = self._acquire(sum(sizes))
             with self.world.deadline(what, [rank]):
-                self._memory.get(rank, data.numpy(), start)
+                self._memory.get_messages(data.numpy(), messages(rank, start, data.numel()))
                 self._memory.flush()
         if self._device is not None:
             source = data
@@ -196,7 +196,7 @@ class KVWindows:
                     self._flags.flush(rank)
                 self._outgoing[i] = value
                 target_index = kind * self.world.size + self.world.rank
-                self._flags.put(rank, target_index, self._outgoing[i : i + 1].view(np.uint8))
+                self._flags.put_messages(self._outgoing, messages(rank, target_index, 1, i))
                 self._unflushed.add(rank)
         # Over a network, a Put may not leave before a later MPI call.
         self.world.comm.Iprobe()

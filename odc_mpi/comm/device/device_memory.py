@@ -45,7 +45,10 @@ def device_shard_bytes(
 
 
 def fit_objection(world: World, device: Device, shard_bytes: int) -> str | None:
-    """Return the reason that the shards of a rank do not fit into its GPU, or None. Equal on all ranks. Collective."""
+    """Return the reason why the shards of a rank do not fit into its GPU, or None if all fit. Collective.
+
+    `shard_bytes` is the size of this rank's shards. The result is the same on all ranks.
+    """
     free, num_ranks = free_device_bytes(world, device)
     available = int(MAX_SHARDS_SHARE * free) // num_ranks
     for rank, (needed, granted) in enumerate(world.gather_objects((shard_bytes, available))):

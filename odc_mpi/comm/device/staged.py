@@ -69,9 +69,9 @@ class PinnedMemory(ShardStorage):
         return any(0 <= array.data_ptr() - tensor.data_ptr() < tensor.nbytes for tensor in self._registered)
 
     def release_after(self, event: torch.cuda.Event, buffer: torch.Tensor) -> None:
-        """Release a buffer of the pool after the copy from it, which `event` follows.
+        """Release a buffer of the pool once the copy from it is complete. `event` was recorded after the copy.
 
-        Waits for the oldest copies if more than `MAX_COPIES` are in flight.
+        If more than `MAX_COPIES` are in flight, this method waits for the oldest ones.
         """
         self._copies.append((event, buffer))
         self._release_copied(MAX_COPIES)

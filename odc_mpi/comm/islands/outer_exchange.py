@@ -33,7 +33,7 @@ class SyncResult(NamedTuple):
         outer_cosine: Weighted mean cosine over all pairs of islands whose differences were used; 0 without any pair.
         contributions_left_out: Number of differences that were left out because of their norms.
         bytes_between_islands: Bytes received from other islands in these synchronizations, as a mean over the ranks.
-        island_wait_s: Time in seconds that a rank has waited for other islands, as a mean over the ranks.
+        island_wait_s: Time in seconds spent waiting for other islands, as a mean over the ranks.
     """
 
     outer_norm: float
@@ -44,7 +44,7 @@ class SyncResult(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Fragment whose differences have arrived.
+    """Fragment for which the differences of all islands have arrived.
 
     Attributes:
         mean: Mean difference, fp32 `[n]`, or None if no island has contributed.
@@ -58,10 +58,10 @@ class Received(NamedTuple):
 
 
 class FragmentExchange:
-    """Exchanges one fragment at a time between `islands`, the islands of `world`. Construction is collective.
+    """Exchanges one fragment at a time between `islands`, into which `world` is divided. Construction is collective.
 
     Attributes:
-        watch: Watch on the norms of the islands' differences.
+        watch: Decides whose differences are left out.
     """
 
     def __init__(self, world: World, islands: Islands, optimizer: OuterOptimizer, norm_limit: float) -> None:
@@ -79,9 +79,9 @@ class FragmentExchange:
         self._mean_bytes = self._gather(np.array(optimizer.message_bytes)).mean(axis=0) * (islands.size - 1)
 
     def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> None:
-        """Start gathering the islands' differences after `num_steps` steps. Collective, but does not wait.
+        """Start gathering the islands' differences for a fragment. Collective, but does not wait.
 
-        `amounts` weight the islands in their mean difference.
+        The differences are weighted by `amounts`, and result from `num_steps` steps.
         """
         assert not self._in_flight, "a message is in flight"
         self._in_flight = fragment, normalized(amounts, {}), num_steps

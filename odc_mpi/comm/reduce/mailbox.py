@@ -62,7 +62,7 @@ class MailboxGradientStore(WindowGradientStore):
     Only one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
     Args:
-        slots: Function that creates the shards, and slots for elements of a dtype.
+        slots: Constructor of the shards and slots, called with `world` and `dtype`.
         mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. Headers
             take up to 4 KiB for each other rank in addition.
     """

@@ -38,7 +38,6 @@ class HostSlots:
         self.world = world
         self.dtype = dtype
         self.shards: dict[int, torch.Tensor] = {}
-        self._sums: dict[int, np.ndarray] = {}
         # Not `_drain_lock` of the mailbox, whose holder may wait for other ranks. An addition never waits.
         self._add_lock = threading.Lock()
 
@@ -53,7 +52,6 @@ class HostSlots:
         self._window, self._rings_start = inbox, rings_start
         self._memory = inbox.tensor.numpy()[rings_start:]
         self.shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in numels.items()}
-        self._sums = {index: shard.numpy() for index, shard in self.shards.items()}
 
     def values(self, gradient: torch.Tensor) -> Memory:
         """Return the memory of a gradient for `put`."""
@@ -82,7 +80,7 @@ class HostSlots:
         """Add received slots to the shards, in order. On return, the slots may be overwritten."""
         for index, start, numel, offset in slots:
             values = self._memory[offset : offset + numel * self.dtype.itemsize]
-            self._add(index, start, values.view(self._sums[index].dtype))
+            self._add(index, start, values.view(self.shards[index].numpy().dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
         """Add this rank's part of a gradient to its shard, from element `start` on."""
@@ -90,12 +88,12 @@ class HostSlots:
 
     def free(self) -> None:
         """Release all memory. Collective. Call it before the inbox is freed."""
-        self.shards, self._sums = {}, {}
+        self.shards = {}
         del self._memory
 
     def _add(self, index: int, start: int, values: np.ndarray) -> None:
         # Not torch: it would start a thread pool for every thread that adds. inf - inf needs no warning here.
-        shard = self._sums[index][start : start + values.size]
+        shard = self.shards[index].numpy()[start : start + values.size]
         with self._add_lock, np.errstate(all="ignore"):
             np.add(shard, values, out=shard)
 

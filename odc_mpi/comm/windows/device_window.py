@@ -56,7 +56,7 @@ class DeviceWindow(Window):
 
 
 class MappedDeviceWindow:
-    """Zero-filled device memory of the ranks of a world on one node, which map each other's shards. Collective.
+    """Zero-filled device memory of ranks on one node, which map each other's shards. Construction is collective.
 
     Implements the part of the interface of `Window` that needs no MPI access to the memory. Raises
     `AllRanksUserError` on every rank if any rank has too little device memory, cannot import CuPy, or cannot map the

@@ -97,7 +97,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start fetching the unmapped shards of array `index` into `buffer`, which fits the full array. One-sided."""
+        """Start fetching the unmapped shards of array `index` into `buffer`, as large as the array. One-sided."""
         owners, gets, *_ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):

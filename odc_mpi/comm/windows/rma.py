@@ -89,20 +89,6 @@ class Window:
         """Memory of all shards that this rank maps into its address space, as one tensor."""
         return self.tensor
 
-    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start copying rank `target`'s shard, from element `start` on, into `buffer`, a byte buffer. One-sided.
-
-        The copy is complete after `flush`.
-        """
-        self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
-
-    def put(self, target: int, start: int, values: Memory) -> None:
-        """Start overwriting rank `target`'s shard, from element `start` on, with `values`, a byte buffer. One-sided.
-
-        Do not modify `values` before `flush`, which completes the operation.
-        """
-        self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
-
     def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start copying parts of other ranks' shards into `buffer`, a contiguous buffer of any dtype. One-sided.
 

@@ -198,7 +198,7 @@ def read_origin(path: Path) -> str:
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
     """Verify the data sets written by one call to `prepare`, and return the counts stored in them, keyed by name.
 
-    The result is None if a data set is missing or damaged, has another attribute `request`, or is from another call.
+    The result is None if a data set is missing or damaged, its attribute `request` differs, or it is from another call.
     """
     reports = set()
     for path in paths:

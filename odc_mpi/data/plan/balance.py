@@ -99,8 +99,8 @@ def lb_micro(
     This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl, for training with collectives.
     Sequences are first divided among the ranks (`partition_evenly`), then among the microbatches of each rank, which
     run in order of decreasing cost, empty ones last. The number of microbatches is that of the rank that needs the most
-    when `pack` packs its sequences. If microbatches of equal cost would exceed `max_tokens`, verl adds a microbatch on
-    all ranks, whereas this function packs the sequences less evenly.
+    when its sequences are packed with `pack`. If microbatches of equal cost would exceed `max_tokens`, verl adds a
+    microbatch on all ranks, whereas this function packs the sequences less evenly.
     """
     costs = cost.sequence(lengths)
     parts = partition_evenly(costs.tolist(), size)
@@ -193,8 +193,9 @@ def plan_islands(
 ) -> Plan:
     """Divide a minibatch among islands that train separately, and plan the part of each island.
 
-    The parts have about equal costs. `minibatch_number` rotates the parts among the islands. `plan_island` plans
-    sequences, given their lengths, for the ranks of one island. With several islands, it must not split sequences.
+    The parts have about equal sums of `costs`, float64 [n]. `minibatch_number` rotates the parts among the islands.
+    `plan_island` plans sequences, given their lengths, for the ranks of one island. If there are several islands, it
+    must not split sequences.
     """
     if num_islands == 1:
         return plan_island(lengths)

@@ -92,28 +92,24 @@ class _Planner:
             for i in np.flatnonzero(counts > 1).tolist()
         ]
         split_sequences.sort(key=lambda split: -self._costliest(split[1]))  # ties are broken by position
-        gangs, _ = self._assign_ranks(
-            [(len(bounds) - 1, self._costliest(bounds)) for _, bounds in split_sequences], 0.0
-        )
+        chunks = [(len(bounds) - 1, self._costliest(bounds)) for _, bounds in split_sequences]
+        gangs, _ = self._assign_ranks(chunks, 0.0)
         splits = tuple(
             SequenceSplit(i, bounds, ranks) for (i, bounds), ranks in zip(split_sequences, gangs, strict=True)
         )
-        rest = np.flatnonzero(counts == 1)
+        rest = np.flatnonzero(counts == 1).tolist()
         pool: tuple[SequenceIndices, ...] = ()
-        if len(rest):
-            available_at = [self._available_at(splits, spread) for spread in SPREADS]
+        if rest:
+            available_at = [self._assign_ranks(chunks, spread)[1] for spread in SPREADS]
             remaining = self._lengths[rest], self._costs[rest]
             pool = pack_pool(*remaining, self._max_tokens, self._cost.constant, self._size, available_at)
-        positions = rest.tolist()
-        pool = tuple(tuple(positions[k] for k in microbatch) for microbatch in pool)
-        return Plan(((),) * self._size, pool, splits)
+        return Plan(((),) * self._size, tuple(tuple(rest[k] for k in microbatch) for microbatch in pool), splits)
 
     def estimate_end(self, plan: Plan) -> float:
         """Return the estimated time at which the last rank ends, summed over `SPREADS`."""
         work = [self._cost.constant + math.fsum(self._costs[list(indices)].tolist()) for indices in plan.pool]
-        return math.fsum(
-            makespan(work, self._size, spread, self._available_at(plan.splits, spread)) for spread in SPREADS
-        )
+        chunks = [(len(split.ranks), self._costliest(split.bounds)) for split in plan.splits]
+        return self._sum_of_ends(work, chunks)
 
     def _candidates(self) -> Iterator[ChunkCounts]:
         constant, factor = self._cost.constant, self._cost.chunk_factor
@@ -136,11 +132,11 @@ class _Planner:
         chunk_costs = self._cost.chunk_factor * self._costs / counts + self._cost.constant
         order = [i for i in argsort_descending(chunk_costs) if is_split[i]]
         each = list(zip(counts[order].tolist(), chunk_costs[order].tolist(), strict=True))
-        rest = -np.sort(-self._costs[~is_split])
-        return math.fsum(makespan(rest, self._size, spread, self._assign_ranks(each, spread)[1]) for spread in SPREADS)
+        return self._sum_of_ends(-np.sort(-self._costs[~is_split]), each)
 
-    def _available_at(self, splits: tuple[SequenceSplit, ...], spread: float) -> Costs:
-        return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
+    def _sum_of_ends(self, work: npt.ArrayLike, chunks: list[tuple[int, float]]) -> float:
+        ends = (makespan(work, self._size, spread, self._assign_ranks(chunks, spread)[1]) for spread in SPREADS)
+        return math.fsum(ends)
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:
         """Assign the chunks of each sequence, given as their number and cost, to the ranks that become idle first.

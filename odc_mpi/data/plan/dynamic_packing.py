@@ -64,7 +64,8 @@ def makespan(
     """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in the given order.
 
     `work` contains the cost of each item, float64 [n]. Costs are multiplied by factors from `1 - spread` on the first
-    of `size` ranks to `1 + spread` on the last. For `available_at`, see `pack_pool`, which has one for each spread.
+    of `size` ranks to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim
+    items, float64 [size]; None if all ranks start at 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)

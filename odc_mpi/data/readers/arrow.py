@@ -88,8 +88,8 @@ def is_hub_name(name: str) -> bool:
 def load(name: str, split: str | None) -> Any:
     """Load a `datasets.Dataset`, whose rows are read on demand. A data set on the Hub is downloaded if necessary.
 
-    `name` is a directory written by `save_to_disk`, or the name of a data set on the Hub. There, `split` may include a
-    slice, as in "train[:1%]". None selects the only split of a directory that has just one, and otherwise "train".
+    `name` is a directory written by `save_to_disk`, or the name of a data set on the Hub. For the Hub, `split` may
+    include a slice, as in "train[:1%]". None selects the only split of a directory that has only one, or else "train".
     Raises `UserError` if the library is missing, or the data set or its split cannot be loaded.
     """
     try:

@@ -1,9 +1,8 @@
 """Blocks of records (lines, elements or rows) from a source, and checks of their fields."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from odc_mpi.errors import UserError
@@ -62,17 +61,16 @@ class Block:
         """Return the records for which `selection` yields True."""
         return Block(self.name, self.unit, [item for item in self.items if next(selection, False)])
 
-    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the location of each record, and a function that returns the record.
-
-        The function raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
-        """
-        for number, value in self.items:
-            location = f"{self.name}, {self.unit} {number}"
-            yield location, partial(_to_record, value, location)
+    def records(self) -> Iterator[tuple[str, Any]]:
+        """Yield the location, for error messages, and the value of each record. `to_record` converts the value."""
+        return ((f"{self.name}, {self.unit} {number}", value) for number, value in self.items)
 
 
-def _to_record(value: Any, location: str) -> dict[str, Any]:
+def to_record(value: Any, location: str) -> dict[str, Any]:
+    """Convert the value of a record in `Block.items` to the record.
+
+    Raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
+    """
     if isinstance(value, InvalidRecordError):
         raise InvalidRecordError(f"{location}: {value}")
     try:

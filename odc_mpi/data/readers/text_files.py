@@ -58,7 +58,7 @@ def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
 
     A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, and JSON lines
     otherwise. If the name also ends in .gz or .zst, the file is decompressed. For `on_bytes_read`, see
-    `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
+    `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed, or a JSON array is invalid.
     """
     unit, items = _open(path, on_bytes_read)
     records: list[tuple[int, Any]] = []

@@ -8,8 +8,9 @@ import transformers
 
 from odc_mpi.errors import UserError
 
-#: Language models that give the same output for text, whose rotary positions are equal in all three dimensions. The
-#: keys are types of text parts of multimodal models for which transformers has no language model class.
+#: Settings of language models that replace the text parts of multimodal models, keyed by the types of the text parts,
+#: for which transformers has no language model class. For text, where the rotary positions are equal in all three
+#: dimensions, the outputs are the same.
 _EQUIVALENT: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},

@@ -69,7 +69,10 @@ class Region(NamedTuple):
 
 
 class PlacedTensor(torch.Tensor):
-    """Tensor without memory whose elements are in regions of stored tensors. Create it with `of`."""
+    """Tensor without memory whose elements are in regions of stored tensors. Create it with `of`.
+
+    Operations that compute new values raise `NotImplementedError`.
+    """
 
     regions: list[Region]
 

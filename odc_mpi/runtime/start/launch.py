@@ -7,7 +7,7 @@
 Launchers end all ranks when one of their processes dies; MPICH's launcher sends SIGKILL. Therefore, a parent
 
 - keeps running after its child has crashed until rank 0 has printed the result,
-- does not forward the child's requests to abort the job (possible only under PMI, not under PMIx),
+- does not forward the child's requests to abort the job (it can stop them under PMI, but not under PMIx),
 - reports the crash to the parent of rank 0 through a socket if both are on the same node.
 """
 
@@ -33,7 +33,7 @@ from odc_mpi.runtime.start.pmi import PmiRelay
 
 #: Environment variables that contain the rank of a process under PMI (MPICH, Slurm) and PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-#: Environment variable that contains the index of a Slurm task. Slurm sets it with and without MPI.
+#: Environment variable that contains the index of a Slurm task. Slurm also sets it for tasks that do not use MPI.
 _TASK_VARIABLE = "SLURM_PROCID"
 #: Seconds between checks of the child. Open MPI's launcher sends SIGKILL 0.25 s after SIGTERM.
 _POLL_S = 0.03
@@ -109,6 +109,7 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
 
     Args:
         command: Command that starts the child. The file descriptor for messages is appended as its last argument.
+        rank: Rank of this process (`launched_rank`).
         deadline_s: Time in seconds after which a child is considered to have failed.
         quiet_s: Time in seconds since its last message after which the child of rank 0 is considered to have failed.
     """

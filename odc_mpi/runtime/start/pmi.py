@@ -30,7 +30,7 @@ def check_before_start() -> None:
     """Raise `UserError` if the launcher uses PMIx and the MPI library is MPICH without PMIx support.
 
     Such a library would end this process without an explanation. Otherwise, under PMIx, this function initializes MPI.
-    Under other launchers, importing `mpi4py.MPI` does.
+    Under other launchers, importing `mpi4py.MPI` initializes MPI.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
@@ -49,7 +49,7 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Raise `UserError` if the launcher started several processes, but MPI_COMM_WORLD of `library` has `size` 1."""
+    """Raise `UserError` if the launcher started several processes, but `size`, that of MPI_COMM_WORLD, is 1."""
     # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
     names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     started, variable = max((int(os.environ.get(name) or 0), name) for name in names)

@@ -133,7 +133,7 @@ class UnshardedUnits:
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Reshard all units, and make later uses of their parameters in autograd errors. One-sided.
+        """Reshard all units, and make autograd reject later uses of their parameters. One-sided.
 
         Call this before the parameters change.
         """

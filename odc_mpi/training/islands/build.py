@@ -108,7 +108,7 @@ def find_outer_loop(callbacks: Iterable[Callback]) -> OuterLoop | None:
 
 
 def use_outer_parameters(callbacks: Iterable[Callback]) -> OuterLoop | None:
-    """Let all evaluators evaluate the outer parameters, if there is an outer loop. Return the loop or None."""
+    """Make all evaluators evaluate the outer parameters if there is an outer loop. Return the loop, or None."""
     callbacks = list(callbacks)
     outer_loop = find_outer_loop(callbacks)
     for callback in callbacks:

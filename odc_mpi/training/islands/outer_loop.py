@@ -147,7 +147,7 @@ class OuterLoop:
         return merge_results(results)
 
     def receive(self) -> None:
-        """Wait for the fragment in flight, if any, so that `shared_tensors` contains it. Collective."""
+        """Wait for the fragment in flight, if any, so that `tensors` contains it. Collective."""
         self._received = self._received or self._exchange.receive()
 
     def close(self) -> None:
@@ -191,44 +191,38 @@ class OuterLoop:
                 self._optimizer.apply(received.fragment, received.mean, keep_local=not was_left_out)
         return received.result
 
-    def shared_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors that are equal on all islands, by kind and by parameter name.
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors to save, by kind and by parameter name. Call `receive` first.
 
-        They are shaped like this rank's slices: the outer parameters ("model"), the momentum, and the mean difference
-        of the fragment in flight ("outer/gradient"), if any. Call `receive` before.
+        They are shaped like this rank's slices: the outer parameters ("model"), the momentum, the mean difference of
+        the fragment in flight ("outer/gradient"), if any, and the "residual", if any, which belongs to this island. The
+        others are equal on all islands.
         """
-        tensors = {"model": self._optimizer.outer, "outer/momentum_buffer": self._optimizer.velocities}
+        tensors = self._slices_by_kind()
         if self._received and self._received.mean is not None:
             tensors["outer/gradient"] = [torch.zeros_like(each) for each in self._optimizer.outer]
             self._fragments[self._received.fragment].write(self._received.mean, tensors["outer/gradient"])
-        return {kind: self._by_name(slices) for kind, slices in tensors.items()}
-
-    def island_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors of this island, as `shared_tensors` does: the residual, if there is one."""
-        residuals = self._optimizer.residuals
-        return {} if residuals is None else {"residual": self._by_name(residuals)}
+        return {kind: dict(zip(self._names, slices, strict=True)) for kind, slices in tensors.items()}
 
     def load_tensors(self, read: Callable[[str, str], torch.Tensor | None]) -> None:
-        """Restore the tensors that `shared_tensors` and `island_tensors` return.
+        """Restore what `tensors` returned.
 
         `read` returns this rank's slice of a tensor, given its kind and the parameter's name, or None if it is missing.
         """
-        optimizer, gradient = self._optimizer, [torch.zeros_like(each) for each in self._optimizer.outer]
-        tensors = {"model": optimizer.outer, "outer/momentum_buffer": optimizer.velocities, "outer/gradient": gradient}
-        if optimizer.residuals is not None:
-            tensors["residual"] = optimizer.residuals
-        self._gradient = None
-        for kind, targets in tensors.items():
+        gradient, self._gradient = [torch.zeros_like(each) for each in self._optimizer.outer], None
+        for kind, targets in (self._slices_by_kind() | {"outer/gradient": gradient}).items():
             for name, target in zip(self._names, targets, strict=True):
                 if (value := read(kind, name)) is not None:
                     target.copy_(value)
                     self._gradient = gradient if targets is gradient else self._gradient
 
-    def _by_name(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(self._names, slices, strict=True))
+    def _slices_by_kind(self) -> dict[str, list[torch.Tensor]]:
+        optimizer = self._optimizer
+        residuals = {} if optimizer.residuals is None else {"residual": optimizer.residuals}
+        return {"model": optimizer.outer, **residuals, "outer/momentum_buffer": optimizer.velocities}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-serializable state, which is equal on all ranks. Call `receive` before."""
+        """Return the JSON-serializable state, which is equal on all ranks. Call `receive` first."""
         received = self._received
         return {
             "schedule": asdict(self._schedule),

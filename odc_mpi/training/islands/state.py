@@ -17,7 +17,7 @@ What a run restores:
     without islands                 `model/`        the only one        none            none
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from typing_extensions import override
@@ -71,7 +71,7 @@ class IslandTrainingState(TrainingState):
     def _model_ranges(self) -> Iterator[TensorRange]:
         if self._outer.index:
             return
-        parameters = self._outer.shared_tensors()[MODEL]
+        parameters = self._outer.tensors()[MODEL]
         for tensor_range in super()._model_ranges():
             name = tensor_range.path.removeprefix(f"{MODEL}/")
             yield tensor_range._replace(tensor=parameters.get(name, tensor_range.tensor))
@@ -79,13 +79,12 @@ class IslandTrainingState(TrainingState):
     @override
     def _slice_state(self, prefix: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
         prefix = island_prefix(self._outer.index)
-        sections: dict[str, Mapping[str, torch.Tensor]] = {
-            f"{prefix}{MODEL}": dict(self._model.named_shard_parameters())
-        }
-        sections |= {f"{prefix}{section}": tensors for section, tensors in self._outer.island_tensors().items()}
-        if self._outer.index == 0:
-            shared = self._outer.shared_tensors().items()
-            sections |= {section: tensors for section, tensors in shared if section != MODEL}
+        sections: dict[str, dict[str, torch.Tensor]] = {f"{prefix}{MODEL}": dict(self._model.named_shard_parameters())}
+        for section, tensors in self._outer.tensors().items():
+            if section == "residual":
+                sections[f"{prefix}{section}"] = tensors
+            elif section != MODEL and self._outer.index == 0:
+                sections[section] = tensors
         for section, tensors in sections.items():
             yield from ((section, name, tensor) for name, tensor in tensors.items() if tensor.numel())
         yield from super()._slice_state(prefix)

@@ -32,7 +32,7 @@ NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Computes or loads the log-probabilities of answers under the reference model. Evaluators must be called later.
+    """Computes or loads reference log-probabilities of answers. Evaluators must follow it in the list of callbacks.
 
     Args:
         passes: Forward pass and function of the needed pairs, for the training data and for the held-out data, if any.

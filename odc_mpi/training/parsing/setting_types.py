@@ -38,7 +38,7 @@ class Check(NamedTuple):
 class Setting(NamedTuple):
     """A setting, which is a field of a section, with its type, help text, checks and default value.
 
-    `explain` returns text that is appended to the error for a value of a wrong type; None means none.
+    `explain` returns text to append to the error if a value has a wrong type. If it is None, nothing is appended.
     """
 
     type: Any

@@ -24,6 +24,7 @@ class RolloutMetrics:
     """Metrics of the rollouts of a step that has at most `num_groups` prompt groups.
 
     The ranks gather floating-point values of each group separately, so sums do not depend on the order of groups.
+    `values` has the values of this rank, keyed and ordered by `gathered_names`.
     """
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:

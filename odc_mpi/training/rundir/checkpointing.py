@@ -118,7 +118,7 @@ class CheckpointCallback(Callback):
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
-        """Wait for the last checkpoint, and return summary entries. Must precede `raise_outcome`. Collective."""
+        """Wait for the last checkpoint, and return summary entries. Call this before `raise_outcome`. Collective."""
         self._wait_for_pending()
         saver = self._saver
         gathered = self._world.gather_objects(

@@ -54,7 +54,7 @@ class ResumePoint:
     @property
     def step(self) -> int:
         """Number of steps completed before the checkpoint was saved."""
-        return self.checkpoint.step
+        return self.checkpoint.manifest.step
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Lock the run directory, prepare its files, return the lock. Rank 0 only. For errors, see `RunDirectoryLock`."""
+    """Lock the run directory, prepare its files, and return the lock. For rank 0; raises as `RunDirectoryLock` does."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)
@@ -120,7 +120,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
-    """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`."""
+    """Return the start-up line about the checkpoint and about files that are moved to `earlier-N`, or ""."""
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
     if resume_point and resume_point.continues_this_run:

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion, check_columns, parse_example
+from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion, parse_example
 from odc_mpi.data.readers.records import InvalidRecordError
-from odc_mpi.errors import UserError
 
 USER = {"role": "user", "content": "Which color?"}
 BLUE, GREEN = ({"role": "assistant", "content": content} for content in ("Blue.", "Green."))
@@ -109,8 +108,6 @@ def test_columns_of_pairs() -> None:
     assert parse_example(texts, "here", {"text": "chosen_response"}) == PromptCompletion("here", "", "b")
     with pytest.raises(InvalidRecordError, match=r"expected the field 'better', got 'system', .*: change --columns$"):
         parse_pair(orca, chosen="better")
-    with pytest.raises(UserError, match=r"--columns: expected fields of one format, got messages, chosen$"):
-        check_columns({"messages": "a", "chosen": "b"})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ def learn(
     *,
     minibatches: int = 40,
     seed: int = 0,
-    noise: float = 0.1,
     outliers: float = 0.01,
     slowness: list[float] | None = None,
     lengths: int | None = None,
@@ -33,7 +32,7 @@ def learn(
                 own = np.minimum(rng.lognormal(8.5, 1.0, rng.integers(1, 4)), 65_536).astype(int)
                 if lengths:
                     own = np.full(1, lengths)
-                seconds = slow * microbatch_cost(true, own) * (1 + noise * rng.standard_normal())
+                seconds = slow * microbatch_cost(true, own) * (1 + 0.1 * rng.standard_normal())
                 rank.observe(own, seconds * (50 if rng.random() < outliers else 1))
         share(ranks)
 

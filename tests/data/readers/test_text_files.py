@@ -11,7 +11,7 @@ import pytest
 
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.readers import text_files
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.readers.records import InvalidRecordError, to_record
 from odc_mpi.data.readers.text_files import count_records, read_records
 from odc_mpi.errors import UserError
 
@@ -26,9 +26,9 @@ def read(content: str | bytes, name: str) -> list[tuple[str, Any]]:
     Path(name).write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
     found: list[tuple[str, Any]] = []
     for block in read_records(Path(name), lambda _: None):
-        for location, record in block.records():
+        for location, value in block.records():
             try:
-                found.append((location, record()))
+                found.append((location, to_record(value, location)))
             except InvalidRecordError as error:
                 found.append((location, str(error)))
     assert count_records(Path(name)) == len(found)

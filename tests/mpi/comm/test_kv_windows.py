@@ -32,13 +32,13 @@ def late_windows(request, world):
     device = LateDevice(copy_s=0.002, can_register=can_register)
     made = KVWindows(world, KVSizes(LAYERS, TOKEN_BYTES, TOKENS, TOKENS), shared=shared, device=device)
     assert bool(device.registered) == can_register
-    put, flags = made._flags.put, made._flags
+    put, flags = made._flags.put_messages, made._flags
 
     def put_after_copies(*args):
         assert not device.unfinished, "a flag is set before a copy is done"
         put(*args)
 
-    flags.put = put_after_copies
+    flags.put_messages = put_after_copies
     yield made
     assert device.copies > LAYERS and not device.unfinished
     # Only what is in a mapped and pinned window needs no buffer.

@@ -34,7 +34,6 @@ def device(monkeypatch):
     ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
 )
 def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, changes):
-    changes = {key: str(value) for key, value in changes.items()}
     config = configure(dataset_path, **{"run.device": "cuda", "data.balance": "lb_mini"} | changes)
     metrics, _ = assert_like_plain(config, world, like=configure(dataset_path))
     assert device.copies > 5 * len(metrics)

@@ -11,8 +11,7 @@ from odc_mpi import api
 from odc_mpi.comm import factory
 from odc_mpi.comm.device import device_memory
 from odc_mpi.comm.device.device_memory import device_shard_bytes
-from odc_mpi.comm.device.device_stores import DeviceParameters
-from odc_mpi.comm.device.single_rank import SingleRankParameters
+from odc_mpi.comm.device.device_stores import DeviceParameters, SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce import slots
@@ -62,7 +61,6 @@ def pose_as_device(monkeypatch, tmp_path):
     ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
 )
 def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, changes):
-    changes = {key: str(value) for key, value in changes.items()}
     settings = {"run.device": "cuda", "comm.window_device": "cuda", "data.balance": "lb_mini", "comm.zero_copy": "off"}
     config = configure(dataset_path, **settings | changes)
     metrics, _ = assert_like_plain(config, world, like=configure(dataset_path))
@@ -90,7 +88,6 @@ def test_ranks_of_a_node_map_each_others_devices(world, dataset_path, monkeypatc
     decision = api.decide_for(world, device="cuda", zero_copy="off")
     assert (decision.window.value, decision.window_device.value, decision.reduction.value) == ("map", "cuda", "mailbox")
     settings = {"run.device": "cuda", "data.balance": "lb_mini", "comm.zero_copy": "off"}
-    changes = {key: str(value) for key, value in changes.items()}
     config = configure(dataset_path, **settings | changes)
     metrics, _ = assert_like_plain(config, world, like=configure(dataset_path))
     assert device.copies > 5 * len(metrics) and not device._mapped and not any(device._in_flight.values())

@@ -10,10 +10,6 @@ from odc_mpi.errors import AllRanksUserError, UserError
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
-def synchronize(world):
-    world.gather_objects(None)
-
-
 @pytest.fixture
 def device():
     return LateDevice()
@@ -42,10 +38,10 @@ def test_ranks_map_each_others_memory(world, device):
     window = MappedDeviceWindow(world, 1000, torch.float32, device)
     assert not window.tensor.any()
     window.tensor.fill_(world.rank + 1)
-    synchronize(world)
+    world.gather_objects(None)
     for rank in range(world.size):
         assert (window.mapped_shard(rank) == rank + 1).all() and len(window.mapped_shard(rank)) == 1000
-    synchronize(world)
+    world.gather_objects(None)
     window.free()
     assert mapping_error(world, device) is None
     assert not device._mapped

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_reference
 from exact_runs import ExactRuns
+from pair_files import answer_rows
 from small_training import QWEN2, assert_saved, configure, first_minibatches, on_first_rank, train_to_the_end
 from torch.nn.functional import logsigmoid
 
@@ -40,11 +41,8 @@ def settings(pairs_path, base, **changes):
 
 def answer_logps(module, dataset, index):
     """The log-probabilities of both answers, `[2]`."""
-    tokens, _ = dataset[index]
-    num_prompt, num_chosen, _ = dataset.pair_counts[index]
-    end, sums = num_prompt + num_chosen, []
-    for answer in (tokens[num_prompt:end], tokens[end:]):
-        row = torch.tensor([*tokens[:num_prompt], *answer])
+    num_prompt, sums = dataset.pair_counts[index][0], []
+    for row in answer_rows(dataset, [index]):
         logps = module(input_ids=row[None, :-1], use_cache=False).logits[0].log_softmax(-1)
         sums.append(logps.gather(1, row[1:, None])[num_prompt - 1 :].double().sum())
     return torch.stack(sums)

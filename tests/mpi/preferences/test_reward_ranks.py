@@ -7,6 +7,7 @@ import torch
 import torch_reference
 import transformers
 from exact_runs import ExactRuns
+from pair_files import answer_rows
 from small_training import assert_saved, configure, first_minibatches, on_first_rank, train_to_the_end
 from torch.nn.functional import logsigmoid
 
@@ -42,19 +43,9 @@ def settings(pairs_path, base, **changes):
     )
 
 
-def answers(dataset, indices):
-    """Yield each chosen and rejected answer, with its prompt before it."""
-    for index in indices:
-        tokens, _ = dataset[index]
-        num_prompt, num_chosen, _ = dataset.pair_counts[index]
-        end = num_prompt + num_chosen
-        yield torch.from_numpy(tokens[:end])
-        yield torch.tensor([*tokens[:num_prompt], *tokens[end:]])
-
-
 def compute_rewards(module, dataset, indices):
     """The rewards of both answers of each pair, `[pairs, 2]`."""
-    rows = answers(dataset, indices)
+    rows = answer_rows(dataset, indices)
     return torch.cat([module(input_ids=row[None], use_cache=False).logits for row in rows]).double().reshape(-1, 2)
 
 
@@ -147,7 +138,7 @@ def test_an_exported_reward_model_has_the_same_scores(world, pairs_path, base, a
         assert loaded.config.num_labels == 1
         models = [loaded, load_adapters(published, base / "peft")] if adapters else [loaded]
         with Dataset(held_out) as dataset, torch.no_grad():
-            rows = list(answers(dataset, range(10)))
+            rows = list(answer_rows(dataset, range(10)))
             batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             for model in models:
                 rewards = model(batch, attention_mask=(batch != 0).long()).logits.double().reshape(-1, 2)

@@ -12,7 +12,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, device_probe, operations, probe, trial
 from odc_mpi.probe.device_decision import summarize
 from odc_mpi.probe.device_probe import device_cache_key, load_device_report
-from odc_mpi.probe.report import DEVICE_OPERATIONS, STALE, WRONG, ProbeReport, Problem
+from odc_mpi.probe.report import DEVICE_OPERATIONS, INCONCLUSIVE, STALE, WRONG, ProbeReport, Problem
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -48,7 +48,8 @@ def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, 
     pairs = probe.find_pairs(world.gather_objects(world.node))
     monkeypatch.setattr(operations.ProbeLink, "_run", forgetful)
     found = device_probe.try_device(world, ProbeReport(), pairs, LateDevice(), lambda *_: None)
-    assert list(map(str, found.problems)) == [f"{origin} same_node {name}: {WRONG}"]
+    problems = [str(problem) for problem in found.problems if problem.what != INCONCLUSIVE]  # on a busy machine
+    assert problems == [f"{origin} same_node {name}: {WRONG}"]
     assert found.wrong_data(origin, "same_node", name) and not found.wrong_data("same_node", name)
     for other, memory in DEVICE_OPERATIONS:
         answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from odc_mpi.api import decide_for
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.probe import cache, operations, probe
-from odc_mpi.probe.report import OPERATIONS, Problem
+from odc_mpi.probe.report import INCONCLUSIVE, OPERATIONS, Problem
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -56,7 +56,8 @@ def test_wrong_data_is_reported(world, monkeypatch, name):
 
     monkeypatch.setattr(operations.ProbeLink, "_run", forgetful)
     report = probe.probe(world, probe.QUICK)
-    assert list(map(str, report.problems)) == [f"same_node {name}: received data differs from what was sent"]
+    problems = [str(problem) for problem in report.problems if problem.what != INCONCLUSIVE]  # on a busy machine
+    assert problems == [f"same_node {name}: received data differs from what was sent"]
     answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
     assert answered == set(OPERATIONS) - {name}
 

@@ -62,18 +62,6 @@ def test_one_completion_per_microbatch_gives_the_same_losses(run, monkeypatch):
         assert [line[name] for line in alone] == pytest.approx([line[name] for line in packed], rel=1e-4, abs=1e-6)
 
 
-def slow_down(monkeypatch, world, slow_rank):
-    """Have a rank generate slowly, so that others come first to what it made."""
-    draw = RolloutSource._generate
-
-    def slowed(source, *arguments):
-        if world.rank == slow_rank:
-            time.sleep(0.15)
-        return draw(source, *arguments)
-
-    monkeypatch.setattr(RolloutSource, "_generate", slowed)
-
-
 def trained_groups(lines):
     return [
         (line["reward"], line["loss"], line["completions/mean_length"], line["num_input_tokens"], line["entropy"])
@@ -82,20 +70,24 @@ def trained_groups(lines):
 
 
 def test_who_trains_what_changes_nothing(world, run, monkeypatch):
-    """Ranks train their own groups; then any idle rank does, with a slow rank, with space for all or for one."""
+    """Ranks train their own groups; then any idle rank does, with a slow rank."""
     changes = {"optim__adam_epsilon": 1e-3}
     own, summary = run("own", **changes, rl__store_bytes=0)
     assert summary["groups_claimed_from_other_ranks"] == 0
-    slow_down(monkeypatch, world, slow_rank=world.size - 1)
+    generate = RolloutSource._generate
+
+    def slowed(source, *arguments):
+        time.sleep(0.15 * (world.rank == world.size - 1))
+        return generate(source, *arguments)
+
+    monkeypatch.setattr(RolloutSource, "_generate", slowed)
     shared, _ = run("shared", **changes)
-    full, _ = run("full", **changes, rl__store_bytes=700)
-    for lines in (shared, full):
-        np.testing.assert_allclose(trained_groups(lines), trained_groups(own), rtol=2e-5, atol=2e-6)
-    for line in own + shared + full:
+    np.testing.assert_allclose(trained_groups(shared), trained_groups(own), rtol=2e-5, atol=2e-6)
+    for line in own + shared:
         trained = 6 if (line["step"] - 1) % 3 < 2 else 2  # fourteen prompts in steps of six
         equal = round(line["frac_reward_zero_std"] * trained)
-        assert line["groups_generated_max"] <= trained and line["groups_not_stored"] <= trained - equal
-        assert line["groups_not_stored"] == (trained - equal if line in own else 0) or line in full
+        assert line["groups_generated_max"] <= trained
+        assert line["groups_not_stored"] == (trained - equal if line in own else 0)
     assert sum(line["groups_claimed_from_other_ranks"] for line in shared) > 0
 
 
@@ -194,11 +186,10 @@ def test_a_reward_model_scores_the_completions(world, run, grpo_dir):
         number_words(END).save_pretrained(directory)
     world.gather_objects(None)
     functions = {"rl__reward_funcs": directory, "rl__reward_weights": "[1.0]"}
-    lines, _ = run(**functions, rl__log_completions=1, run__steps=2)
-    assert all(line["rewards/scores/mean"] == line["reward"] and line["num_tokens"] > 0 for line in lines)
+    [line], _ = run(**functions, rl__log_completions=1, run__steps=1)
+    assert line["rewards/scores/mean"] == line["reward"] and line["num_tokens"] > 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained(directory).eval()
     logged = [json.loads(line) for line in (run.base / "run" / "completions.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in logged} == {1, 2}
     for line in logged:
         tokens = [*map(int, line["prompt"].split()), *map(int, line["completion"].split()), END]
         assert line["reward"] == pytest.approx(model(torch.tensor([tokens])).logits.item(), abs=1e-5)

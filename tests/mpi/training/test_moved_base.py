@@ -59,7 +59,7 @@ def test_the_run_goes_on_over_it_and_remembers_the_place(world, moved, dataset_p
     world.gather_objects(None)
     assert len(losses_in(copy)) == 3
     with open_newest_checkpoint(copy) as checkpoint:
-        assert checkpoint.step == 3 and checkpoint.manifest.metadata["base"]["path"] == str(place)
+        assert checkpoint.manifest.step == 3 and checkpoint.manifest.metadata["base"]["path"] == str(place)
 
 
 def test_it_is_exported_over_it(world, moved, tmp_path, capsys, monkeypatch):
