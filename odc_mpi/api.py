@@ -11,12 +11,7 @@ from torch import nn
 
 from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES, device_shard_bytes, fit_objection, free_device_bytes
-from odc_mpi.comm.factory import (
-    collective_transport,
-    single_rank_transport,
-    staged,
-    window_transport,
-)
+from odc_mpi.comm.factory import collective_transport, single_rank_transport, staged, window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import mapping_error

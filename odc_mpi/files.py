@@ -56,7 +56,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_text_durable(path: Path, text: str) -> None:
-    """Replace the content of a text file with `atomic_write`."""
+    """Replace the content of a file atomically and durably (see `atomic_write`)."""
     with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 

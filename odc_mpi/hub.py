@@ -177,7 +177,7 @@ def _size(file: Path) -> int:
 
 
 def _find(path: str, weights: bool) -> str | None:
-    """Return `path` if it exists or is not a Hub model, otherwise its complete snapshot in the cache, or None."""
+    """Return `path` if it exists or is not a Hub model, otherwise its snapshot in the cache, or None if incomplete."""
     parsed = parse_name(path)
     if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path

@@ -67,7 +67,10 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 
 
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
-    """Call `work`, which `what` describes, on all ranks, and return the slowest rank's time in seconds. Collective."""
+    """Call `work` on all ranks, and return the slowest rank's time in seconds. Collective.
+
+    `what` describes the work in error messages.
+    """
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()

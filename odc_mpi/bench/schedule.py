@@ -122,8 +122,8 @@ class TimedMicrobatch(NamedTuple):
 class Runner:
     """Runs plans of minibatches over a transport. Construction is collective.
 
-    With `tickets`, each rank runs its own microbatches, then claims those that any rank may run. Without tickets,
-    which is for collectives, ranks with fewer microbatches than others also run dummy microbatches.
+    With `tickets`, each rank runs its own microbatches, then claims those that any rank may run. Without them, as
+    collectives require, a rank with fewer microbatches than others also runs dummy microbatches.
     """
 
     def __init__(self, world: World, transport: Transport, num_units: int, tickets: Tickets | None = None) -> None:

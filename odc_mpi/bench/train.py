@@ -75,8 +75,8 @@ MODEL: dict[str, Any] = {
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
     """Load the configuration in the file `path`, or the default configuration if `path` is None. Collective.
 
-    With the default configuration, rank 0 prepares the default data set if it does not exist yet, and reports this.
-    The configuration always uses the CPU, and `run.steps` defaults to 100.
+    With the default configuration, rank 0 prepares the default data set if it does not exist yet, and first calls
+    `report` with a line of text. The configuration always uses the CPU, and `run.steps` defaults to 100.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")

@@ -11,7 +11,7 @@ rank counts. The variants take turns in rounds.
 Variants, all with units in fp32:
 
     memcpy                   copies the unit within private memory, with one core per rank
-    fetch_zero_copy          creates a view of the unit instead of a copy, if all ranks are on one node
+    fetch_zero_copy          creates a view of the unit if all ranks are on one node, and a copy otherwise
     fetch_copy               copies this rank's shard to a buffer, and fetches the other shards into the same buffer
     push_NAME                adds the unit's gradient to the shards of its owners, with `comm.reduction` set to NAME;
                              a sample includes the synchronization that completes all gradients
@@ -137,8 +137,19 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
             raise RuntimeError(f"{name} moved wrong data, found on rank {right.index(False)}")
 
 
+def checked(operations: Sequence[Callable[[], object]], target: torch.Tensor, is_right: Callable[[], bool]) -> Variant:
+    """Return a variant. Each of its `operations` writes to `target`, whose content `is_right` verifies."""
+
+    def writes_right() -> bool:
+        target.zero_()
+        operations[0]()
+        return is_right()
+
+    return Variant(operations, writes_right)
+
+
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units with the content of `is_whole`. `attributes` sets its other fields."""
+    """Return a variant that fetches units whose content `is_whole` verifies. `attributes` sets its other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -206,19 +217,22 @@ class Units:
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
         # Initialized here, so that no measurement touches a page first. Collectives need shards of equal, padded size.
-        shard_numel, self._collectives = self._layout.shard_numel, collectives
+        shard_numel = self._layout.shard_numel
         self._ones = torch.ones(self.num_units, world.size * shard_numel)
         self._local_shards = torch.full((self.num_units, shard_numel), world.rank + 1.0)
-        self._full = torch.zeros(world.size * shard_numel)
-        self._sums = torch.zeros(shard_numel)
+        full, sums = torch.zeros(world.size * shard_numel), torch.zeros(shard_numel)
         self._transports: list[Transport] = []
+        copy = full[: self._layout.numel]
+        copies = [partial(np.copyto, copy.numpy(), source) for source in self._ones[:, : len(copy)].numpy()]
+        gathers = [partial(collectives.all_gather, shard, full) for shard in self._local_shards]
+        reductions = [partial(collectives.reduce_scatter, gradient, sums) for gradient in self._ones]
         self.variants = {
-            "memcpy": self._memcpy(),
+            "memcpy": checked(copies, copy, lambda: bool((copy == 1).all())),
             "fetch_zero_copy": self._fetch(zero_copy=True),
             "fetch_copy": self._fetch(zero_copy=False),
-            "mpi_allgather": self._gather(),
+            "mpi_allgather": checked(gathers, full, lambda: is_whole(full, self._layout)),
             **{f"push_{reduction}": self._push(reduction) for reduction in REDUCTIONS},
-            "mpi_reduce_scatter": self._reduce(),
+            "mpi_reduce_scatter": checked(reductions, sums, lambda: bool((sums == world.size).all())),
         }
 
     def free(self) -> None:
@@ -226,18 +240,6 @@ class Units:
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
-
-    def _memcpy(self) -> Variant:
-        numel = self._layout.numel
-        target = self._full[:numel].numpy()
-        operations = [partial(np.copyto, target, source) for source in self._ones[:, :numel].numpy()]
-
-        def is_right() -> bool:
-            target[:] = 0
-            operations[0]()
-            return bool((target == 1).all())
-
-        return Variant(operations, is_right)
 
     def _fetch(self, *, zero_copy: bool) -> Variant:
         transport = window_transport(self._world, zero_copy=zero_copy)
@@ -247,16 +249,6 @@ class Units:
         transport.publish_parameters()
         moves = transport.parameters.access is Access.COPY
         return fetches(transport, self._layout, self.num_units, moves=moves)
-
-    def _gather(self) -> Variant:
-        operations = [partial(self._collectives.all_gather, shard, self._full) for shard in self._local_shards]
-
-        def is_right() -> bool:
-            self._full.zero_()
-            operations[0]()
-            return is_whole(self._full, self._layout)
-
-        return Variant(operations, is_right)
 
     def _push(self, reduction: str) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
@@ -269,16 +261,6 @@ class Units:
             gradients.push(i, ones[i]).wait()
 
         return pushes(transport, self.num_units, push, self._owned)
-
-    def _reduce(self) -> Variant:
-        operations = [partial(self._collectives.reduce_scatter, gradient, self._sums) for gradient in self._ones]
-
-        def is_right() -> bool:
-            self._sums.zero_()
-            operations[0]()
-            return bool((self._sums == self._world.size).all())
-
-        return Variant(operations, is_right)
 
     def _allocate(self, transport: Transport, *, trainable: bool) -> None:
         self._transports.append(transport)

@@ -1,4 +1,4 @@
-"""Output of `odc-mpi checkpoint list | verify | show | digest | index`. `path` is as in `checkpoint_directories`."""
+"""Output of `odc-mpi checkpoint list | verify | show | digest | index`. For `path`, see `checkpoint_directories`."""
 
 import math
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """The index of a checkpoint, index.h5, in which other HDF5 programs can find the full tensors by name.
 
-Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading, unless the tensor is
-empty or 0-dimensional. If one of the files is missing, HDF5 returns the fill value without an error. The fill value is
-NaN where possible, so that missing data is visible, and this package never reads a checkpoint through its index.
+Unless it is empty or 0-dimensional, each tensor is a virtual data set, which HDF5 assembles from the files of the ranks
+when it is read. If one of the files is missing, HDF5 returns the fill value without an error. The fill value is NaN
+where possible, so that missing data is visible. This package never reads a checkpoint through its index.
 
 An index of many ranks would be large, so it is not saved. `odc-mpi checkpoint index` can write it later.
 """

@@ -140,7 +140,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raise `VersionError` if its version differs, `UserError` without an intact one."""
+    """Read a checkpoint's manifest. Raise `VersionError` for a version other than `VERSION`, `UserError` for damage."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())

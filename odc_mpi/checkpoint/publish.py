@@ -79,7 +79,7 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
 def remove_incomplete(directory: Path) -> None:
     """Remove unfinished and retired checkpoints that killed runs left in a directory.
 
-    `recover_retired` first restores those that were not replaced. No run may write to the directory at the same time.
+    First, `recover_retired` restores those that were not replaced. No run may write to the directory at the same time.
     """
     recover_retired(directory)
     for prefix in (_UNFINISHED, _RETIRED):

@@ -57,7 +57,7 @@ class Saver:
     Args:
         directory: Directory for the checkpoints, on a file system that all nodes share.
         token: Part of the names of hidden directories. Must be unique to this start of the run, and equal on all ranks.
-        keep: Number of complete checkpoints to keep. 0 keeps all.
+        keep: Number of the newest complete checkpoints to keep. 0 keeps all.
         warn: Thread-safe function that prints a line for the user.
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
@@ -96,7 +96,7 @@ class Saver:
         return writing or (self._publishing is not None and self._publishing.is_alive())
 
     def wait_until_written(self) -> None:
-        """Wait until writing this rank's file has succeeded or failed. Has no time limit: use `World.deadline`."""
+        """Wait without a time limit (see `World.deadline`) until writing this rank's file has succeeded or failed."""
         if self._pending:
             self._pending.writing.join()
 
@@ -139,7 +139,7 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """On rank 0, wait until publishing has succeeded or failed. Has no time limit: use `World.deadline`."""
+        """On rank 0, wait without a time limit (see `World.deadline`) until publishing has succeeded or failed."""
         if self._publishing:
             self._publishing.join()
 

@@ -95,7 +95,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Read generation_config.json, or return {} if `directory` has none. Raise `UserError` if the file is invalid."""
+    """Read generation_config.json in `directory`, or return {} if there is none. Raise `UserError` if it is invalid."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}

@@ -62,7 +62,7 @@ class TrainingState:
         return [self._copy(tensor_range) for tensor_range in self.tensor_ranges() if tensor_range.tensor.numel()]
 
     def state_records(self) -> StateRecords:
-        """Return the records of all state except `model/`, for those parameters of which this rank owns a slice."""
+        """Return the records of all state except model tensors, for the parameters of which this rank owns a slice."""
         records: StateRecords = {}
         for section, name, value in self._slice_state():
             records.setdefault(section, {})[name] = _name(value.dtype) if value.dim() else float(value)
@@ -123,7 +123,7 @@ class TrainingState:
         return [island_prefix(island) for island in range(manifest.num_islands)] or [""]
 
     def tensor_ranges(self) -> Iterator[TensorRange]:
-        """Yield this rank's range of each tensor, which may be empty. Their values change with the next step."""
+        """Yield this rank's range of each tensor; it may be empty. The values change with the next optimizer step."""
         yield from self._model_ranges()
         slices, shapes = self._slices(), self._model.parameter_shapes()
         for section, name, value in self._slice_state():
@@ -197,7 +197,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` unless names, shapes and kinds of tensors are equal, except for frozen ones of a base model."""
+    """Raise `UserError` if names, shapes or kinds of tensors differ. Frozen ones of a base model are not compared."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()

@@ -30,7 +30,10 @@ Measure: TypeAlias = "Callable[[Any, World, Callable[[str], None]], Mapping[str,
 
 
 class Benchmark(NamedTuple):
-    """Benchmark subcommand. `prepare` checks the arguments. Outside mpiexec, `ranks` ranks are started by default."""
+    """Benchmark subcommand. Outside mpiexec, `ranks` ranks are started by default.
+
+    `prepare` checks the arguments and returns the function that measures.
+    """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]

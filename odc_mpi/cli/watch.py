@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi watch`."""
     parser.description = (
         "Show loss or rewards, idle time and time left of a run, from the files in its directory, until it ends: on a "
-        "terminal a block that is drawn again, elsewhere a line per step. Does not need MPI."
+        "terminal as a block that is redrawn, elsewhere as a line per step. Does not need MPI."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for its start (600)")

@@ -183,7 +183,7 @@ def register() -> None:
 def recorded_calls() -> Iterator[list[tuple[torch.nn.Module, bool]]]:
     """Context manager that yields a list to which each call to packed attention in the `with` block is appended.
 
-    A call is recorded as the calling layer and a bool, which is True if the scores have a soft cap.
+    A call is recorded as a pair of the calling layer and a bool, which is True if the scores have a soft cap.
     """
     calls: list[tuple[torch.nn.Module, bool]] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}

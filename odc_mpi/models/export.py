@@ -42,7 +42,7 @@ class _Content:
     """Content of an exported directory, except side files.
 
     `tensors` maps exported names to tensors placed in those of `source`. `config` is the content of adapter_config.json
-    or, if `is_model` is True, of config.json. `dtype` names the default torch dtype for floating-point weights.
+    or, if `is_model` is True, of config.json. `dtype` names the default torch dtype of floating-point parameters.
     `buffers` contains the tensors of `source` that keep their dtype.
     """
 
@@ -63,10 +63,10 @@ def export(
         out: Directory to create, which appears atomically with all of its files. It may already exist if it is empty.
         merge: True to export the base model of an adapter checkpoint (or its text model, if it is multimodal) with the
             adapters merged into the weights, instead of the adapters.
-        dtype: Name of the torch dtype for floating-point weights. By default, `model.param_dtype`, or float32 for
-            adapters.
+        dtype: Name of the torch dtype for floating-point parameters. By default, `model.param_dtype`, or float32 for
+            adapters. Buffers keep their dtype.
         base: Directory that now contains the base model of an adapter checkpoint, if not `model.path`. An exported
-            adapter_config.json names it. Without it, adapters can be exported even if the base model no longer exists.
+            adapter_config.json names it. If None, adapters can be exported even if the base model no longer exists.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, the checkpoint is damaged or

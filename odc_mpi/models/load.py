@@ -66,8 +66,8 @@ def load_checkpoint(
 ) -> build.MetaModel:
     """Build the model in a checkpoint. For arguments and errors that are not described here, see `load_model`.
 
-    `overrides` contains transformers settings to replace. A `task` other than the checkpoint's, the default, gives the
-    model a new head, initialized randomly with `seed`. These three arguments apply only to full models.
+    `overrides` contains transformers settings to replace. A `task` other than that of the checkpoint (by default, the
+    same) gives the model a new head, initialized randomly with `seed`. These three arguments apply only to full models.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:

@@ -25,7 +25,7 @@ _PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Function that multiplies head outputs by `scale`, soft-caps them with tanh, and divides them by `temperature`."""
+    """Multiplies head outputs by `scale`, soft-caps them unless `soft_cap` is None, and divides by `temperature`."""
 
     scale: float = 1.0
     soft_cap: float | None = None

@@ -84,7 +84,8 @@ class Callback:
         """Prepare for training. May be collective.
 
         `completed_steps` is the number of steps that the run completed before it was resumed. `metrics` initially has
-        only `step`. If callbacks add metrics, such as those of an evaluation, a line of ``metrics.jsonl`` is written.
+        only the key `step`. If callbacks add metrics, such as those of an evaluation, they are written as a line of
+        ``metrics.jsonl``.
         """
 
     def on_step_begin(self, step: Step) -> None:

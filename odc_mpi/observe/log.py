@@ -16,8 +16,8 @@ class RunLogger(Callback):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
     Must run after `callbacks`, which add the metrics and define the columns and the entries of the summary. Prints
-    `startup_lines` first. `steps` is the number of steps of the run, including those before a resumption, which only
-    rank 0's summary includes, too.
+    `startup_lines` first. `steps` is the number of steps of the run. If the run was resumed, only rank 0's summary
+    includes the earlier steps.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class TrafficReport(Callback):
 
 
 class IslandMetrics(Callback):
-    """Adds the bytes that a rank exchanges with other islands in a minibatch, and its waits, as means over the ranks.
+    """Adds to the metrics, as means over the ranks, bytes exchanged with other islands in a minibatch, and wait times.
 
     A rank waits for other ranks of its island and for exchanges with other islands. The waits are those at the end of
     the previous minibatch, because `local_values` are computed before the waits of the current minibatch.
@@ -201,8 +201,8 @@ def peak_flops(device_name: str) -> float | None:
 class ThroughputMetrics(Callback):
     """Adds time, epoch, tokens per second per rank, model FLOPs utilization and peak memory to the metrics of a step.
 
-    Must run after the callbacks that report `step_s` and `tokens_per_s`. `flops` models the FLOPs for the forward and
-    backward passes of a sequence. Without it, or if the peak FLOP/s of the device is unknown, there is no utilization.
+    Must run after the callbacks that report `step_s` and `tokens_per_s`. `flops` models the FLOPs of the forward and
+    backward passes of a sequence. If it is None or the device's peak FLOP/s is unknown, the utilization is omitted.
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")

@@ -4,8 +4,8 @@ The trackers are those of accelerate. They write their files to `trackers/` in t
 network unless environment variables of their libraries request it. Each tracker has a thread, which imports its
 library, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a warning.
 
-Because a tracker cannot delete points, a resumed run starts a new series, to which it first writes the steps before the
-checkpoint from ``metrics.jsonl``.
+Because a tracker cannot delete points, a resumed run starts a new series. It begins with the steps before the
+checkpoint, which are read from ``metrics.jsonl``.
 """
 
 import importlib.util

@@ -41,7 +41,7 @@ _MANY = 1 << 40
 
 
 class UnshardedParameters(torch.autograd.Function):
-    """Autograd function that returns parameters of an unsharded unit and pushes their gradients in backward."""
+    """Autograd function that returns parameters of an unsharded unit; its backward pass pushes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
@@ -83,7 +83,7 @@ class UnitForwards:
     def run(self, unit: Unit, *, is_recomputation: bool = False) -> Iterator[None]:
         """Context manager for a forward pass of a unit, in which the first use of a parameter fetches the unit.
 
-        `is_recomputation` is True if the pass only recreates saved tensors, so that its nodes will have no backward.
+        `is_recomputation` is True if the pass only recreates saved tensors, so its nodes will have no backward pass.
         Raises RuntimeError on exit if a parameter of the unit was changed in place.
         """
         outer, num_pending = self._current.get(unit), self._pending[unit]
@@ -163,7 +163,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager that installs the hooks, unless it is nested, in a backward pass, or tensors stay valid."""
+        """Context manager that installs the hooks, except when nested, in a backward pass, or if tensors stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

@@ -47,7 +47,7 @@ class CacheBudget:
         return key in self._admitted
 
     def discard(self, key: Hashable) -> None:
-        """Remove a key and return its bytes to the budget. Does nothing if the key is not admitted."""
+        """Remove a key, which frees its bytes in the budget. If the key is not admitted, nothing happens."""
         self.admitted_bytes -= self._admitted.pop(key, 0)
 
 
@@ -132,12 +132,11 @@ def check_cache_sizes(sizes: CacheSizes) -> None:
 
 def warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
     """Warn if a cache has a size above 0 that is too small even for the smallest unit or gradient array."""
-    for kind, budget, minimum in (
-        ("parameter", requested.parameters, needs.minimum.parameters),
-        ("gradient", requested.gradients, needs.minimum.gradients),
+    for kind, what, budget, minimum in (
+        ("parameter", "unit", requested.parameters, needs.minimum.parameters),
+        ("gradient", "gradient array", requested.gradients, needs.minimum.gradients),
     ):
         if 0 < budget < minimum:
-            what = "unit" if kind == "parameter" else "gradient array"
             warn(
                 f"WARNING: comm.{kind}_cache_bytes: expected 0 or at least {minimum}, the bytes of the smallest "
                 f"{what}, got {budget}: nothing is cached"

@@ -40,7 +40,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Add gradients of array `index` to the local sum `flat`. Takes the same arguments as `write_flat`."""
+        """Add gradients of array `index` to the local sum `flat`. The arguments are those of `write_flat`."""
 
     def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
         """Record that the local sum `flat` of array `index` is about to be pushed."""
@@ -82,7 +82,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return, by index, a scaled bound on this rank's pushes of each array. It is finite if all gradients are."""
+        """Return scaled bounds on this rank's pushes, by array index. A bound is finite unless a gradient is not."""
 
 
 class FloatGradients(GradientFormat):
@@ -144,7 +144,7 @@ class FloatGradients(GradientFormat):
         return float(np.sqrt(totals[0]))
 
     def _largest_of(self, index: int, device: torch.device) -> torch.Tensor:
-        """Count a push of array `index`, and return the scalar to raise to its largest magnitude, float64."""
+        """Count a push of array `index`. Return the largest magnitude, a float64 scalar for the caller to update."""
         self._num_pushes[index] += 1
         if index not in self._largest:
             self._largest[index] = torch.zeros((), dtype=torch.float64, device=device)

@@ -103,8 +103,8 @@ class GradientPusher:
         """Add the gradients of the named parameters to local sums, or start pushing them to their owners. One-sided.
 
         Each gradient has the shape of its parameter, or is None if the parameter was not used. `is_last_forward` is
-        True if no other forward of the unit is still awaiting its backward. Raises RuntimeError outside a minibatch, or
-        if this rank has already finished one of the unit's arrays (`IslandExchange.finish`).
+        True if no other forward pass of the unit is still awaiting its backward pass. Raises RuntimeError outside a
+        minibatch, or if this rank has already finished one of the unit's arrays (`IslandExchange.finish`).
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")

@@ -149,9 +149,9 @@ class ShardedModel:
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values.
 
-        Change the values only between the end of a minibatch and `publish()`, and those of frozen parameters never,
-        because nodes cache these. Slices of trainable parameters have the same dtypes as in `shard_parameters()`, and
-        those of frozen parameters have the dtype of their shards.
+        Change values of trainable parameters only between the end of a minibatch and `publish()`. Never change values
+        of frozen parameters, because nodes cache these. Slices of trainable parameters have the same dtypes as in
+        `shard_parameters()`, and those of frozen parameters have the dtypes of their shards.
         """
         return self._local_shards.all_slices()
 
@@ -312,8 +312,7 @@ class ShardedModel:
 
         The names are in the order of a backward pass, except that the root unit, "", comes last.
         """
-        bounds = self.gradient_format.bounds()
-        not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
+        not_finite = {index for index, bound in self.gradient_format.bounds().items() if not bound.isfinite()}
         return [unit.name for unit in reversed(self.units) if not_finite & set(unit.indices)]
 
     @property
@@ -325,7 +324,7 @@ class ShardedModel:
     def overwrite_parameters(self, values: Iterable[torch.Tensor]) -> None:
         """Copy new values into the slices in `shard_parameters()`, and publish them. Collective.
 
-        Call this between two minibatches. `values` are one tensor per slice, in the same order and of the same shape.
+        Call this between two minibatches. `values` contains one tensor per slice, in the same order and shape.
         """
         self._require_phase(StepPhase.PUBLISHED, "overwrite_parameters()")
         self._phase = StepPhase.COMPLETE

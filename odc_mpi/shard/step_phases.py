@@ -146,6 +146,8 @@ def in_backward() -> bool:
 class ActivityReporter:
     """Reporter that publishes this rank's activity for others to print if they time out waiting for this rank.
 
+    It publishes, for example:
+
         in microbatch 3, forward of unit layers.1      a forward pass uses the unit's parameters
         in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
         in microbatch 3, backward of unit layers.2     a backward pass uses the parameters, or gradients are pushed
@@ -185,11 +187,10 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Publish the phase and the unit in use if either has changed since the last call. Does nothing in `override`.
+        """Publish the phase and the unit in use if either has changed since the last call.
 
-        Args:
-            phase: "forward of", "backward of" or "fetching".
-            unit: Name of the unit; "" for the root.
+        This method does nothing while `override` is active. `phase` is "forward of", "backward of" or "fetching".
+        `unit` is "" for the root.
         """
         if not self._override and (phase, unit) != self._last:
             self._last = phase, unit

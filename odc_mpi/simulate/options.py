@@ -34,8 +34,10 @@ class ScenarioOptions:
     """Options of a simulated run. Raises a `UserError` that names the option if a value is out of bounds.
 
     Attributes:
-        speed_variation: Standard deviation of a rank's speed, log-normal with mean 1, sampled in each minibatch.
-        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost, log-normal with mean 1.
+        speed_variation: Standard deviation of a rank's speed, which has a log-normal distribution with mean 1 and is
+            sampled in each minibatch.
+        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost, which has a log-normal
+            distribution with mean 1.
         num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
         wire: Number format, a key of `WIRE_BYTES`, in which an outer loop sends parameters between islands.

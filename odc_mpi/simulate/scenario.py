@@ -2,8 +2,8 @@
 
 The simulator adds up the true durations, whereas `bench.schedule` sleeps for these durations.
 
-Sequence lengths are those of prepared data sets, or distributed like those of well-known data sets, whose mean lengths
-the ODC paper (arXiv 2601.19362) gives. These are assumed to be log-normally distributed up to a maximum.
+Sequence lengths are sampled from those of a prepared data set, or as for a well-known data set: from a log-normal
+distribution up to a maximum, with the mean that the ODC paper (arXiv 2601.19362) gives for the data set.
 """
 
 import math

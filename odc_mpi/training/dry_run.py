@@ -1,8 +1,8 @@
 """`odc-mpi train --dry-run`: reports the memory per rank, steps, tokens and the first microbatch, without training.
 
-Nothing is allocated, so the model need not fit in memory. Activations are estimated from the tensors that autograd
-saves for a few tokens on the meta device or, if the model cannot run there, with a formula. Attention scores are
-counted only for eager attention and soft caps.
+No parameters are allocated, so the model need not fit in memory. Activations are estimated from the tensors that
+autograd saves for a few tokens on the meta device or, if the model cannot run there, with a formula. Attention scores
+are counted only for eager attention and soft caps.
 """
 
 import itertools
@@ -30,6 +30,7 @@ from odc_mpi.shard.cache_budget import CacheBytes, CacheSizes, auto_cache_bytes,
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
+from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.run import resolve_steps
@@ -65,6 +66,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     written, except for downloaded models. Raises `AllRanksUserError` if the settings, data or model cannot be used.
     """
     config = resolve_settings(config, world)[0]
+    config = world.run_on_all(lambda: apply_exact_settings(config))
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
 
     def describe() -> None:

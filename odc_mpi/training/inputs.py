@@ -289,7 +289,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
 def build_model(
     config: ModelConfig, seed: int, rank: int = 0, size: int = 1, task: Task = CAUSAL_LM
 ) -> models.MetaModel:
-    """Build the model on the meta device, without its adapters. Each of `size` ranks verifies some files."""
+    """Build the model on the meta device, without its adapters. Each rank verifies a share of an adapter's base."""
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)
     assert config.config is not None, "config.load requires one of model.path and model.config"

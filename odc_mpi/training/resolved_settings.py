@@ -15,19 +15,18 @@ from odc_mpi.errors import UserError, warn
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
-from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.settings import Config, LoraConfig, default_learning_rate
 
 
 def resolve_settings(
     config: Config, world: World, check_stop: Callable[[], None] = lambda: None
 ) -> tuple[Config, dict[str, str]]:
-    """Resolve the settings that depend on the machine, on another run or on `run.exact`. Collective.
+    """Resolve the settings that depend on the machine or on another run, and download missing models. Collective.
 
-    Missing models are downloaded. All ranks call `check_stop`, which may be collective and raise an error, for each
-    model and every half second during a download. Returns the configuration, and remarks to print at start-up, keyed by
-    setting (the learning rate is `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings
-    contradict `run.exact` or the checkpoint in `model.path`.
+    All ranks call `check_stop`, which may be collective and raise an error, for each model and every half second during
+    a download. Returns the configuration, and remarks to print at start-up, keyed by setting (the learning rate is
+    `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings contradict the checkpoint in
+    `model.path`.
     """
     notes = {}
     given = config.model.path
@@ -51,7 +50,6 @@ def resolve_settings(
         if value == "auto":
             notes[name] = " (auto)"
     config = with_device(config, device)
-    config = world.run_on_all(partial(apply_exact_settings, config))
     if world.rank == 0 and config.run.device == "cpu" and config.model.param_dtype == "bfloat16" and _lacks_bfloat16():
         warn(
             "WARNING: model.param_dtype bfloat16: this processor has no instructions for it (avx512_bf16, amx_bf16), "

@@ -55,7 +55,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
-from odc_mpi.training.exact import ExponentCallback, deterministic_algorithms
+from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.islands.build import (
     build_outer_loop,
@@ -110,6 +110,7 @@ def train(
         world.require_same(dump(config), "the configuration")
         check_stop = partial(_check_stop, stop, world)
         config, notes = resolve_settings(config, world, check_stop)
+        config = world.run_on_all(partial(apply_exact_settings, config))
         stack.enter_context(deterministic_algorithms(config))
         cores = world.cores_per_rank()
         if config.run.threads or "OMP_NUM_THREADS" not in os.environ:

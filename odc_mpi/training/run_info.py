@@ -138,7 +138,7 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 
 
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return the number of elements in all parameters, or only in trainable (True) or frozen (False) ones."""
+    """Return the number of elements of the trainable (True), the frozen (False) or all (None) parameters."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
 

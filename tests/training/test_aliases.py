@@ -115,7 +115,6 @@ def test_the_later_of_steps_and_epochs_wins(order):
         ("device cpu", "write optim.device or run.device"),
         ("run.lr 4", "did you mean optim.learning_rate?"),
         ("run.steps 4 5", 'expected --section.key value, got "5"'),
-        ("run.dir", "--run.dir expected text after it"),
     ],
 )
 def test_answers(typed, expected):

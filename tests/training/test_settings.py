@@ -238,10 +238,6 @@ SIZE = "expected auto or a size such as 512M or 0"
             "run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 and a "
             "multiple of run.eval_every, got 6 and 4",
         ),
-        (
-            "data: {path: d}\nmodel: {path: m, config: {model_type: a}}",
-            "model.config.model_type: the type is that of model.path: remove one of the two",
-        ),
         ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "model.config: model_type is missing"),
         (MINIMAL + "lora: {r: 0}", "lora.r: expected an integer or null, 1 or more"),
         (MINIMAL + "lora: {target_modules: q_proj}", "lora.target_modules requires lora.r"),
@@ -330,7 +326,7 @@ def test_files_that_are_not_yaml(write, text, line, reason):
         ([*GRPO, "--rl.loss_type=bnpo"], "command line: rl.loss_type: expected dapo or grpo or dr_grpo"),
         ([*GRPO, "--lora.r=4", "--lora.dropout=0.1"], "lora.dropout: expected 0"),
         ([*GRPO, "--data.balance=dynamic"], "data.balance: expected lb_mini with run.objective grpo, got dy"),
-        (["--model.config.model_type", "x"], "model.config.model_type: the type is that of model.path"),
+        (["--model.config.model_type", "x"], "model.config.model_type: the type is that of model.path: remove one of"),
         *(
             (["--run.objective", "dpo", "--dpo.loss_type", *values], f"dpo.{expected}")
             for values, expected in [

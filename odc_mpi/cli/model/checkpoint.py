@@ -12,7 +12,7 @@ _ACTIONS = {
     "verify": "compare all data with its checksums; exit code 1 if a checkpoint is damaged",
     "show": "print the tensors of the newest checkpoint, with shapes, types and norms",
     "digest": "print one SHA-256 over the tensors of the newest checkpoint, independent of the number of ranks",
-    "index": "write index.h5 of the newest checkpoint, which one of more than 64 ranks is saved without",
+    "index": "write index.h5 of the newest checkpoint; checkpoints of more than 64 ranks are saved without it",
 }
 
 

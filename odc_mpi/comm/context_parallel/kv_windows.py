@@ -220,7 +220,10 @@ class KVWindows:
         self._unflushed.clear()
 
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
-        """Wait until `rank` has set its flag of kind `kind` on this rank to at least `value`. One-sided."""
+        """Wait until `rank` has set its flag of kind `kind` on this rank to at least `value`. One-sided.
+
+        `what` is the chunk or slot concerned, for messages.
+        """
 
         def is_set() -> bool:
             self._flags.sync()

@@ -38,7 +38,7 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceParameters(WindowParameters):
-    """Parameter store with its shards in a device window from `kind`. Fetches fill buffers on this rank's device."""
+    """Parameter store with its shards in a device window that `kind` creates. Fetches fill buffers on `device`."""
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device, kind: Callable[..., Window]) -> None:
         super().__init__(world, dtype, kind)

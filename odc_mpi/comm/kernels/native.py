@@ -59,7 +59,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
             of offset. The tensors must not overlap in `flat`.
         flat: Contiguous output array `[n]`, which is overwritten completely.
-        largest: Float64 scalar on the same device, overwritten by the result, or None.
+        largest: Float64 scalar on the same device, overwritten by the result. None stands for a new one of 0.
 
     Returns:
         The maximum of the previous `largest` and the magnitudes in `flat`, or NaN if `flat` contains NaN, as a scalar.
@@ -104,8 +104,8 @@ def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
 def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
-    Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so the
-    result depends only on the order. Other streams must not modify the segments until the enqueued kernels are done.
+    Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so only
+    their order affects the rounding. Other streams must not modify the segments until the enqueued kernels are done.
 
     Args:
         shard: Contiguous array `[n]` to update in place.

@@ -63,8 +63,8 @@ class MailboxGradientStore(WindowGradientStore):
 
     Args:
         slots: Constructor of the shards and slots, called with `world` and `dtype`.
-        mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. Headers
-            take up to 4 KiB for each other rank in addition.
+        mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. In
+            addition, headers take up to 4 KiB for each other rank.
     """
 
     def __init__(

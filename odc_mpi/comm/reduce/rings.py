@@ -43,6 +43,7 @@ class PendingPush:
         owners: Ranks to which the gradient is pushed, int64 `[n]`.
         starts: For each owner, index in its shard of the first element that is not yet in its ring.
         firsts: For each owner, index of the same element in the gradient.
+        numels: For each owner, number of elements that are not yet in its ring.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Rings:
     def plan(self, mailbox_bytes: int, numels: Collection[int]) -> None:
         """Divide `mailbox_bytes` among the rings. Raises `UserError` if it is too small.
 
-        `numels` are the numbers of elements of a rank's shard of each trainable array.
+        `numels` contains the number of elements in a rank's shard of each trainable array.
         """
         smallest = SLOTS_PER_RING * ALIGNMENT
         if mailbox_bytes < max(1, self.count * smallest):

@@ -20,7 +20,7 @@ from odc_mpi.runtime.world import World
 
 
 class Slot(NamedTuple):
-    """Received slot: elements at byte `offset` in the rings, to be added from element `start` of a shard on."""
+    """Received slot: `numel` elements at byte `offset` of the rings, to be added to a shard from element `start` on."""
 
     array: int
     start: int
@@ -87,7 +87,7 @@ class HostSlots:
         self._add(index, start, values.numpy())
 
     def free(self) -> None:
-        """Release all memory. Collective. Call it before the inbox is freed."""
+        """Release all memory. Collective. Call this before the inbox is freed."""
         self.shards = {}
         del self._memory
 

@@ -31,10 +31,8 @@ class EncodedPair(Encoded):
     def has_loss(self) -> bool:
         """True if both answers have loss tokens and the answers differ."""
         chosen, rejected = self._answers()
-        return (
-            bool(chosen.loss_mask.any() and rejected.loss_mask.any())
-            and chosen.tokens.tolist() != rejected.tokens.tolist()
-        )
+        both = bool(chosen.loss_mask.any() and rejected.loss_mask.any())
+        return both and not np.array_equal(chosen.tokens, rejected.tokens)
 
     @override
     def truncate(self, length: int | None) -> "EncodedPair":

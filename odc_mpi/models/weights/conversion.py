@@ -2,7 +2,8 @@
 
 Published files may store the experts of a layer separately, use parameter names that differ from those in the module,
 or omit the prefix of the base model. The conversions of transformers run unchanged on tensors without memory, which
-record where their elements are in the stored tensors. So no weights are read, and ranges can be read later.
+record where their elements are in the stored tensors. Thus no weights are read, and any range of a converted tensor can
+be read later.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence

@@ -4,7 +4,7 @@ local_values   report which file a background thread of this rank has written, w
 on_gathered    once all ranks have written their files, publish the checkpoint on rank 0
 on_step_end    if a checkpoint is due, wait for the previous one, copy this rank's shards, and start a thread that
                writes them (collective)
-on_train_end   wait until the last checkpoint is written and published, each at most `comm.timeout_s` (collective)
+on_train_end   wait until the last checkpoint is written and published, for at most `comm.timeout_s` each (collective)
 """
 
 import importlib.metadata
@@ -136,7 +136,7 @@ class CheckpointCallback(Callback):
         }
 
     def raise_outcome(self, step: int) -> None:
-        """Raise `TrainingError` if the last save failed, or `StoppedError` if the run was stopped early, at `step`."""
+        """Raise `TrainingError` if the last save failed, or `StoppedError` if the run stopped early, after `step`."""
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
         if self._stop.requested_on_any_rank and step < self._run.steps:

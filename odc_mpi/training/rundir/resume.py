@@ -108,7 +108,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Lock the run directory, prepare its files, and return the lock. For rank 0; raises as `RunDirectoryLock` does."""
+    """Lock the run directory, prepare its files, and return the lock, on rank 0. For errors, see `RunDirectoryLock`."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)

@@ -90,7 +90,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock on a directory. The lock of a run on another host remains if it is killed."""
+    """Return True if a run holds the lock on a directory. A run on another host holds it even after it was killed."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)
