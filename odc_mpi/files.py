@@ -16,7 +16,7 @@ from odc_mpi.errors import warn
 
 
 def set_default_mode(path: Path) -> None:
-    """Give a file the default permissions of new files. safetensors creates files with mode 0600."""
+    """Give a file the default permissions of new files. `mkstemp` and safetensors create files with mode 0600."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -55,10 +55,27 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_text_durable(path: Path, text: str) -> None:
-    """Replace the content of a file atomically and durably (see `atomic_write`)."""
-    with atomic_write(path) as new:
-        new.write_text(text, encoding="utf-8")
+def write_text_durable(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace the content of a file in an existing directory atomically and durably.
+
+    Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
+    the file is unchanged. If several processes write to the same path, the last write determines the content. If
+    `private`, only this user may access the file.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    new = Path(temporary)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        if not private:
+            set_default_mode(new)
+        sync(new)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    sync(path.parent)
 
 
 @contextmanager

@@ -27,36 +27,54 @@ def synced(monkeypatch):
 
 
 def replace(path, text):
-    write_text_durable(path, text)
-    return path.read_text(encoding="utf-8")
+    with atomic_write(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
-def test_a_new_file_gets_its_name_at_the_end(tmp_path):
-    path = tmp_path / "made" / "on the way" / "data"
-    assert [replace(path, text) for text in ("1", "2, ü")] == ["1", "2, ü"]
-    assert list(path.parent.iterdir()) == [path]
+def fail(*_):
+    raise OSError("disk on fire")
+
+
+WAYS = pytest.mark.parametrize("write", [replace, write_text_durable])
+
+
+@WAYS
+def test_a_file_is_replaced_once_its_content_is_on_the_disk(tmp_path, synced, write):
+    path = tmp_path / "data"
+    for text in ("1", "2, ü"):
+        synced.clear()
+        write(path, text)
+        assert path.read_text(encoding="utf-8") == text
+        assert len(synced) == 2 and ".data." in str(synced[0]) and synced[1] == tmp_path
+    assert list(tmp_path.iterdir()) == [path]
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_the_content_of_a_new_file_is_on_the_disk_before_its_name(tmp_path, synced):
-    replace(tmp_path / "data", "1")
-    assert [path.name for path in synced] == ["data", tmp_path.name]
-    assert synced[0].parent.name.startswith(".data.") and synced[1] == tmp_path
-
-
+@WAYS
 @pytest.mark.parametrize("fails", ["sync", "replace"])
-def test_a_failure_leaves_the_old_file_and_no_folder(tmp_path, monkeypatch, fails):
-    def fail(*_):
-        raise OSError("disk on fire")
-
-    replace(tmp_path / "data", "old")
+def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch, fails, write):
+    write(tmp_path / "data", "old")
     monkeypatch.setattr(files.Path if fails == "replace" else files, fails, fail)
-    for path in (tmp_path / "data", tmp_path / "made" / "too" / "data"):
-        with pytest.raises(OSError, match="on fire"):
-            replace(path, "new")
+    with pytest.raises(OSError, match="on fire"):
+        write(tmp_path / "data", "new")
     assert list(tmp_path.rglob("*")) == [tmp_path / "data"]
     assert (tmp_path / "data").read_text() == "old"
+
+
+def test_folders_are_made_and_removed_after_a_failure(tmp_path, monkeypatch):
+    path = tmp_path / "made" / "on the way" / "data"
+    replace(path, "1")
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.setattr(files, "sync", fail)
+    with pytest.raises(OSError, match="on fire"):
+        replace(tmp_path / "another" / "data", "1")
+    assert not (tmp_path / "another").exists()
+
+
+def test_nobody_else_reads_a_private_file(tmp_path):
+    write_text_durable(tmp_path / "data", "1", private=True)
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import mpi4py
 
-from odc_mpi.files import atomic_write
+from odc_mpi.files import write_text_durable
 from odc_mpi.probe.report import ProbeReport
 
 #: Maximum age of a cached report, in seconds. The cache key does not cover changes to kernels, drivers or networks.
@@ -55,9 +55,7 @@ def store(key: dict[str, Any], report: ProbeReport) -> None:
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home directory
         path = _path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with atomic_write(path) as new:
-            new.touch(mode=0o600)
-            new.write_text(content)
+        write_text_durable(path, content, private=True)
 
 
 def _path(key: dict[str, Any]) -> Path:

@@ -82,8 +82,7 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
 
 def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):
     spans = SpanRecorder()
-    (tmp_path / "file").touch()
-    kept = TraceCallback(ALONE, tmp_path / "file", spans, 1, max_tokens=80)
+    kept = TraceCallback(ALONE, tmp_path / "nowhere", spans, 1, max_tokens=80)
     kept.on_step_end(Step(1, minibatch(((0,),)), {}))
     kept.on_train_end()
     assert "WARNING: cannot write" in capsys.readouterr().err

@@ -431,7 +431,7 @@ def test_other_user_errors(run, tmp_path, capsys):
     assert "ends in .html" in user_error(capsys, "report", run, "--out", tmp_path / "a.svg")
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
-    assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "data.h5" / "a.html")
+    assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "nowhere" / "a.html")
     (tmp_path / "taken").mkdir()
     assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "taken")
     assert {path.name for path in tmp_path.iterdir()} == {"data.h5", "run", "taken"}, "nothing half-written"
