@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from odc_mpi.data.prepare import PrepareOptions, PrepareReport
 from odc_mpi.data.prepare import prepare as write_dataset
-from odc_mpi.errors import UserError
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.observe.metrics import read_metrics
 from odc_mpi.observe.rank_log import RankLog
@@ -129,7 +129,11 @@ def _new_world() -> Iterator["World"]:
     with mpi_startup():
         from odc_mpi.runtime.world import World
     with World() as world:
-        yield world
+        try:
+            yield world
+        except (AllRanksUserError, TrainingError, StoppedError):  # raised on every rank
+            world.close()
+            raise
 
 
 def _plain(value: Any) -> Any:

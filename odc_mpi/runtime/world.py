@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError, file_error
+from odc_mpi.errors import AllRanksUserError, UserError, file_error
 from odc_mpi.formatting import truncate_text
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
@@ -301,9 +301,9 @@ class World(AbstractContextManager["World"]):
         if self._members is None:
             self.job.watchdog.close()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After other exceptions, the other ranks do not close the world, so this collective call would hang.
-        if kind is None or issubclass(kind, AllRanksUserError | TrainingError | StoppedError):
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an exception the other ranks do not close the world, so this collective call would hang.
+        if kind is None:
             self.close()
 
     def _finalize(self, pid: int) -> None:

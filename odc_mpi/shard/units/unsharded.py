@@ -157,11 +157,13 @@ class UnshardedUnits:
         """Reshard all units and end the fetch thread. One-sided. Idempotent."""
         if self._thread is not None:
             self._thread.close()
-        for unit in list(self._held):
-            self._discard(unit)  # without a check for changes, so that the windows can be freed in any case
-        self.invalidate()
-        for unit in self.units:
-            unit.drop_aliases()
+        try:
+            for unit in list(self._held):
+                self._discard(unit)  # without a check for changes, so that the windows can be freed in any case
+            self.invalidate()
+        finally:
+            for unit in self.units:
+                unit.drop_aliases()
         self._is_closed = True
 
     def _check_fetch_allowed(self) -> None:
