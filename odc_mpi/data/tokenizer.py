@@ -9,12 +9,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from odc_mpi.data.dataset.format import ADDITIONAL_TEMPLATES
 from odc_mpi.data.dataset.reader import read_tokenizer_files
 from odc_mpi.errors import UserError, one_line_message
 
 _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "*.model"),
+    *("chat_template*", "*.model", f"{ADDITIONAL_TEMPLATES}/*.jinja"),
 )
 MODEL_CONFIG = "config.json"  # its `model_type` determines the class of the tokenizer in the same directory
 
@@ -33,7 +34,7 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a directory or data set, keyed by file name.
+    """Return the contents of the tokenizer's files in a directory or data set, keyed by relative path.
 
     The result is empty if there is no tokenizer. If `location` is a directory, the result also contains config.json,
     which may determine the class of the tokenizer, from the directory `model` or, if None, from `location`.
@@ -41,10 +42,11 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
     if not location.is_dir():
         files = read_tokenizer_files(location)
         return {name: files[name] for name in files if name == MODEL_CONFIG or _is_tokenizer_file(name)}
-    paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
+    names = [path.relative_to(location).as_posix() for path in (*location.glob("*"), *location.glob("*/*.jinja"))]
+    paths = {name: location / name for name in sorted(names) if _is_tokenizer_file(name)}
+    files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     config = (model or location) / MODEL_CONFIG
-    paths += [config] if paths and config.is_file() else []
-    return {path.name: path.read_bytes() for path in paths}
+    return files | ({MODEL_CONFIG: config.read_bytes()} if files and config.is_file() else {})
 
 
 def read_chat_template(path: Path) -> str:
@@ -78,7 +80,8 @@ def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dic
 
     The new template is in chat_template.jinja, which transformers prefers to templates in tokenizer_config.json.
     """
-    others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
+    replaced = ("chat_template", ADDITIONAL_TEMPLATES)
+    others = {name: content for name, content in files.items() if not name.startswith(replaced)}
     return others | {"chat_template.jinja": chat_template.encode()}
 
 
@@ -89,6 +92,7 @@ def _is_tokenizer_file(name: str) -> bool:
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
     """Write files, given as a mapping from names to contents, to an existing directory."""
     for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
 
 

@@ -91,10 +91,9 @@ def export(
             else:  # adapters use the special tokens of their base
                 _write_json(directory / "adapter_config.json", content.config)
             write_files(side_files.tokenizer, directory)
-            names = sorted(path.name for path in directory.iterdir())
-            for file in names:
+            names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
+            for file in (*names, "."):
                 sync(directory / file)
-            sync(directory)
             directory.replace(out)
         sync(out.parent)
     except (OSError, SafetensorError) as error:  # safetensors does not raise OSError for a full disk

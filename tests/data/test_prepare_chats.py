@@ -9,12 +9,13 @@ from record_files import write_lines
 from rich.console import Console
 
 from odc_mpi.cli import main as cli
+from odc_mpi.data.dataset.format import ADDITIONAL_TEMPLATES
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import encode_prompts
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path, prepare
 from odc_mpi.data.show import show_sequences
-from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.data.tokenizer import load_tokenizer, train_tokenizer
 from odc_mpi.errors import UserError
 
 THINKING = (
@@ -79,6 +80,27 @@ def test_worker_processes_use_the_other_template(source: str, template: Path, tm
     options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=2)
     report = prepare([source], tmp_path / "a.h5", options)
     assert report.num_split_turns == 40 and load_tokenizer(report.path).chat_template == THINKING
+
+
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_additional_templates_are_used_and_stored(tmp_path: Path, num_proc: int) -> None:
+    """Hugging Face tokenizers use the template `tool_use` if there are tools."""
+    tokenizer = train_tokenizer(["Is 1 0? No, 1."], 300)
+    plain = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    tokenizer.chat_template = {"default": plain, "tool_use": f"{{{{ tools[0].function.name }}}}{plain}"}
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model" / ADDITIONAL_TEMPLATES).iterdir()] == ["tool_use.jinja"]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    lines = write_lines(tmp_path / "a.jsonl", say("1", "2") | {"tools": tools}, say("1", "2"))
+    prepare([lines], tmp_path / "a.h5", PrepareOptions(tokenizer=tmp_path / "model", num_proc=num_proc))
+    prepare([lines], tmp_path / "b.h5", PrepareOptions(tokenizer=tmp_path / "a.h5"))
+    for path in (tmp_path / "a.h5", tmp_path / "b.h5"):
+        assert texts(path) == ["adduser1assistant2", "user1assistant2"]
+        assert load_tokenizer(path).chat_template == tokenizer.chat_template
+    other = PrepareOptions(tokenizer=tmp_path / "a.h5", chat_template=tmp_path / "plain.jinja")
+    (tmp_path / "plain.jinja").write_text(plain)
+    prepare([lines], tmp_path / "c.h5", other)
+    assert load_tokenizer(tmp_path / "c.h5").chat_template == plain
 
 
 def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, template: Path, tmp_path: Path) -> None:

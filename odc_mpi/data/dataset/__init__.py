@@ -8,7 +8,7 @@
 | `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token            |
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
 | `report`             | uint8  | [num_bytes]  | counts of `prepare` as JSON                                           |
-| `tokenizer/NAME`     | uint8  | [num_bytes]  | each file of the tokenizer                                            |
+| `tokenizer/PATH`     | uint8  | [num_bytes]  | each file of the tokenizer, by its path in the tokenizer's directory  |
 
 There are n sequences. In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected
 answer, and there is another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is

@@ -18,6 +18,7 @@ FORMAT = "odc_mpi.dataset"
 VERSION = 2
 CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 TOKENIZER_GROUP = "tokenizer"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer, and group in `TOKENIZER_GROUP`
 REPORT = "report"  # not an attribute, since those above 4 KiB have no checksums
 #: HDF5 datasets in a data set, and their types.
 TYPES = {

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import (
+    ADDITIONAL_TEMPLATES,
     FORMAT,
     REPORT,
     TOKENIZER_GROUP,
@@ -148,7 +149,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a data set, keyed by file name.
+    """Return the contents of the tokenizer's files in a data set, keyed by relative path.
 
     The result is empty if `path` is not a data set or has no tokenizer. Raises a `DamagedDatasetError` for damage.
     """
@@ -157,8 +158,11 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     with hdf5_errors(path, "the tokenizer"), h5py.File(path, "r", locking=False) as file:
         if TOKENIZER_GROUP not in file:
             return {}
-        names = [f"{TOKENIZER_GROUP}/{name}" for name in file[TOKENIZER_GROUP]]
-        return {Path(name).name: _check_storage(file, name, path, np.uint8)[:].tobytes() for name in names}
+        group, names = file[TOKENIZER_GROUP], []
+        for name in group:
+            names += [f"{name}/{each}" for each in group[name]] if name == ADDITIONAL_TEMPLATES else [name]
+        paths = {name: f"{TOKENIZER_GROUP}/{name}" for name in names}
+        return {name: _check_storage(file, each, path, np.uint8)[:].tobytes() for name, each in paths.items()}
 
 
 def verify_dataset(path: Path) -> str:

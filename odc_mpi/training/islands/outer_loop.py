@@ -196,10 +196,10 @@ class OuterLoop:
 
         They are shaped like this rank's slices: the outer parameters ("model"), the momentum, the mean difference of
         the fragment in flight ("outer/gradient"), if any, and the "residual", if any, which belongs to this island. The
-        others are equal on all islands.
+        others are equal on all islands. Only the first island returns "outer/gradient".
         """
         tensors = self._slices_by_kind()
-        if self._received and self._received.mean is not None:
+        if self.index == 0 and self._received and self._received.mean is not None:
             tensors["outer/gradient"] = [torch.zeros_like(each) for each in self._optimizer.outer]
             self._fragments[self._received.fragment].write(self._received.mean, tensors["outer/gradient"])
         return {kind: dict(zip(self._names, slices, strict=True)) for kind, slices in tensors.items()}
