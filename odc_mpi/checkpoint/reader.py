@@ -38,12 +38,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Raises `UserError` if there is no such tensor, or if the data is damaged.
         """
         record = self.record(path)
+        dtype = stored_type(record.dtype)
         parts = [
             self._file(rank).read(path, max(start, first), min(stop, last))
             for rank, first, last in record.ranges
             if max(start, first) < min(stop, last)
         ]
-        values = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, stored_type(record.dtype)), *parts])
+        values = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+        if mismatched := [part.dtype for part in parts if part.dtype != dtype]:
+            raise UserError(f"{self.directory} is damaged: expected {dtype} in {path}, got {mismatched[0]}")
         if values.size != max(0, stop - start):
             raise UserError(f"{self.directory} is damaged: it has {values.size} of {stop - start} elements of {path}")
         return values

@@ -199,6 +199,24 @@ def test_a_fragment_in_flight_is_saved_and_absent_otherwise(saved, tmp_path):
     assert sections == optimizers | {"model", "outer/momentum_buffer", "island/0/model", "island/1/model"}
 
 
+def test_other_programs_read_islands_through_the_index(saved):
+    directory, state = saved(3)
+    shapes = {name: tuple(parameter.shape) for name, parameter in build().named_parameters()}
+    with h5py.File(directory / "index.h5") as file:
+        for section, saved_section in {
+            "model": "0/outer parameters",
+            "outer/gradient": "1/outer/gradient",
+            "island/0/model": "0/model",
+            "island/1/model": "1/model",
+            "island/1/optimizer/exp_avg": "1/optimizer/exp_avg",
+            "island/1/residual": "1/residual",
+        }.items():
+            for name in section_of(state, "0/outer parameters"):
+                found = file[f"{section}/{name}"][()]
+                assert found.shape == shapes[name]
+                assert torch.equal(torch.as_tensor(found).flatten(), state[f"{saved_section}/{name}"]), section
+
+
 def test_only_the_first_island_writes_what_all_share(saved):
     directory, _ = saved(2)
     for rank, sections in enumerate([{"model", "outer", "island/0"}] * 2 + [{"island/1"}] * 2):

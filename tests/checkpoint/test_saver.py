@@ -33,6 +33,7 @@ from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import ShardEntry
 from odc_mpi.errors import UserError
+from odc_mpi.models.load import load_model
 
 
 def manifest(step, size):
@@ -231,6 +232,22 @@ def test_an_inconsistent_manifest_with_a_valid_checksum(tmp_path, changes):
         read_manifest(directory)
     assert "\n" not in str(caught.value)
     assert verify(tmp_path)[1] == 1
+
+
+def test_tensors_are_of_the_dtype_that_the_manifest_says(tmp_path):
+    Ranks(tmp_path, 2).save(1)
+    directory = tmp_path / step_name(1)
+    record = replace(RECORD, dtype="float64")
+    write_manifest(directory / "manifest.json", replace(read_manifest(directory), tensors={"model/x": record}))
+    for stop in (3, 6):
+        with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"float64 in model/x, got float32$"):
+            checkpoint.read("model/x", 0, stop)
+
+
+def test_a_checkpoint_of_another_module_is_no_transformers_model(tmp_path):
+    Ranks(tmp_path, 1).save(1)
+    with pytest.raises(UserError, match=r"got .*step_00000001 of another module: read its tensors from index\.h5"):
+        load_model(tmp_path)
 
 
 def test_keys_that_are_numbers(tmp_path):

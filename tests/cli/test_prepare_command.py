@@ -52,9 +52,14 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% end
             ["a[[bcd]]", "d[[efg]]", "g[[<|endoftext|>]]"],
         ),
         ({"messages": TURNS}, ["--chat-template", "{file}"], ["user 1<|im_end|>[[<assistant>assistant 1<|im_end|>]]"]),
+        (
+            {"messages": TURNS},
+            ["--split-turns", "always"],
+            ["assistant\n[[assistant 1<|im_end|>]]", "assistant\n[[assistant 2<|im_end|>]]"],
+        ),
         ("hub", ["--split", "test"], ["[[xy<|endoftext|>]]"]),
     ],
-    ids=["columns", "truncated", "overlong", "chat template", "split"],
+    ids=["columns", "truncated", "overlong", "chat template", "split turns", "split"],
 )
 def test_options_change_the_data_that_show_prints(tmp_path, capsys, source, options, shown):
     letters, path, file = tmp_path / "letters.jsonl", tmp_path / "source.jsonl", tmp_path / "template.jinja"

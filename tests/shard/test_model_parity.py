@@ -275,6 +275,19 @@ class Mixed(nn.Module):
         return torch.tanh(self.linear(x) / scale)
 
 
+class Rotate(nn.Module):
+    """Uses a conjugated and a negated view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.turn = linear(), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn = torch.view_as_complex(self.turn).conj()
+        y = torch.view_as_complex(self.linear(x).unflatten(-1, (4, 2)) * turn.imag[:, None])
+        return torch.view_as_real(y * turn).flatten(-2)
+
+
 ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "conv": (Image, (2, 2, 5, 5), [nn.Conv2d, nn.BatchNorm2d]),
     "channels_last": (lambda: Image(channels_last=True), (2, 2, 5, 5), [nn.Conv2d]),
@@ -304,6 +317,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "two_names_around_a_unit": (SharedLayer, (4, WIDTH), [nn.Linear]),
     "keywords": (WithKeywords, (4, WIDTH), [Keywords]),
     "without_a_graph_before": (lambda: nn.Sequential(linear(), Mixed(), Mixed()), (4, WIDTH), [Mixed]),
+    "conjugated": (lambda: nn.Sequential(Rotate(), linear()), (3, WIDTH), [Rotate]),
 }
 
 

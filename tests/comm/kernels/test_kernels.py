@@ -115,6 +115,15 @@ def test_more_segments_than_a_launch_takes(kernels):
         assert_same(shard, wanted)
 
 
+def test_no_kernel_writes_to_an_array_of_float64(kernels):
+    """Kernels write float32."""
+    flat, values = torch.full((9,), math.nan, dtype=torch.float64), torch.tensor([1e-9, 1.0, -3.0])
+    assert_same_number(native.flatten([(2, values)], flat), 3.0)
+    native.add_segments_(flat, [(5, values), (2, values)])
+    assert_same(flat, torch.tensor([0, 0, *2 * values.double(), *values.double(), 0]))
+    assert kernels.num_launches == 0
+
+
 def test_indices_beyond_32_bits(kernels):
     """Arrays that only would be as large: nothing is touched but the end of them."""
     far = 5 * 2**31 + 32

@@ -14,7 +14,7 @@ from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
-from odc_mpi.data.prepare import PrepareOptions
+from odc_mpi.data.prepare import PrepareOptions, eval_output_path
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -145,6 +145,19 @@ def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report: Pr
     assert "2 pairs, 20 tokens" in verify_dataset(out)
     again = prepare(source, out, tokenizer=stdlib_report.path, bad_lines="skip")
     assert "up to date" in again.describe() and "2 pairs" in again.describe()
+
+
+def test_pairs_of_several_processes_are_held_out_alike(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    records = [{"prompt": f"How many {i}?", "chosen": f"{i}.", "rejected": f"{i + 1}!"} for i in range(1500)]
+    source = write_lines(tmp_path / "a.jsonl", *records)
+    files = []
+    for num_proc in (1, 2):
+        out = tmp_path / str(num_proc) / "a.h5"
+        report = prepare(source, out, tokenizer=stdlib_report.path, num_proc=num_proc, eval_fraction=0.2)
+        assert report.num_proc == num_proc
+        files.append([out.read_bytes(), eval_output_path(out).read_bytes()])
+    assert files[0] == files[1]
+    assert report.num_sequences + report.num_eval_sequences == 1500 and 200 < report.num_eval_sequences < 400
 
 
 def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -13,7 +14,7 @@ from small_training import configure
 
 from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
-from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
+from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in, write_manifest
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.fitted import FittedCostModel
@@ -249,12 +250,15 @@ def test_a_run_that_goes_nowhere_keeps_its_last_checkpoint(run, world, monkeypat
 def test_a_path_is_not_held_up_by_damage_in_the_own_directory(run, world, one_run, capfd):
     run("run", run__steps=4, run__checkpoint_every=4, run__seed=1)
     if world.rank == 0:
-        (run.base / "run" / "checkpoints" / step_name(4) / "manifest.json").unlink()
+        directory = run.base / "run" / "checkpoints" / step_name(4)
+        write_manifest(directory / "manifest.json", replace(read_manifest(directory), metadata={}))
     world.gather_objects(None)
     with pytest.raises(AssertionError, match="3"):
         run("run", run__resume=one_run, run__steps=3)  # its metrics begin at step 3
     if world.rank == 0:
-        assert "(run.resume: expected a complete checkpoint" in capfd.readouterr().err
+        errors = capfd.readouterr().err
+        assert "(run.resume: expected a complete checkpoint" in errors
+        assert "is not of a training run: its metadata lack architectures, config, " in errors
 
 
 def test_learned_costs_and_run_info_are_saved(run, world, monkeypatch):
