@@ -26,8 +26,9 @@ def test_nan_is_infinitely_far_off(bad):
 def test_contenders_that_do_not_agree_are_named():
     all_rounds = {"plain": rounds(2.0, 4.0, 1.0), "near": rounds(2.0, 4.016, 1.0), "far": rounds(2.0, 4.0, 1.02)}
     assert agreement(all_rounds, "plain", 0.03) == pytest.approx({"plain": 0.0, "near": 0.004, "far": 0.02})
-    rounded = {"plain": rounds(2.0, 4.0, 1.0), "near": rounds(2.0, 4.0, 1 + 4e-7)}
-    assert agreement(rounded, "plain", TOLERANCE)
+    assert agreement({**all_rounds, "near": rounds(2.0, 4.0, 1 + 4e-7), "far": all_rounds["plain"]}, "plain", TOLERANCE)
+    with pytest.raises(AllRanksUserError, match=r"differ by 0\.0001 "):
+        agreement({**all_rounds, "near": rounds(2.0, 4.0, 1 + 1e-4), "far": all_rounds["plain"]}, "plain", TOLERANCE)
     with pytest.raises(AllRanksUserError, match=r"the losses of far and plain differ by 0\.02"):
         agreement(all_rounds, "plain", 0.005)
     with pytest.raises(AllRanksUserError, match="a loss of near or plain is not finite"):

@@ -1,5 +1,6 @@
 """Batch scripts: the templates are what `odc-mpi job` renders, and all of them are sound bash."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,6 @@ def test_a_script_from_a_configuration(config, capsys):
         (["--gpus-per-node", "$(id)"], ["--gpus-per-node", "$(id)"]),
         (["--mpi", "pmix; id"], ["--mpi", "pmix; id"]),
         (["--name", "a/b"], ["--name", "a/b"]),
-        (["--submit"], ["--submit", "sbatch"]),
     ],
 )
 def test_user_errors(config, tmp_path, monkeypatch, capsys, arguments, words):
@@ -117,3 +117,7 @@ def test_submitting_prints_and_passes_the_exit_code_on(config, tmp_path, monkeyp
     script = (tmp_path / "script").read_text()
     assert script.startswith("#!/bin/bash\n")
     assert capfd.readouterr().out == script
+    monkeypatch.setenv("PATH", "")
+    assert cli.main(["job", str(config), "--submit"]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == script and re.fullmatch("odc-mpi: error: --submit.* sbatch .*\n", printed.err)

@@ -12,13 +12,20 @@ def is_running(pid):
         return False
 
 
+def command_line(pid):
+    """Return the words of the command line of a process; none if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    return [""]
+
+
 def descendants(pid):
     """Return by process id what a process has started, and what that has: the words of their command lines."""
     found = {}
     with suppress(OSError):  # ended meanwhile
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, task.read_text().split()):
-                found[child] = Path(f"/proc/{child}/cmdline").read_text(errors="replace").split("\0")
+                found[child] = command_line(child)
                 found |= descendants(child)
     return found
 

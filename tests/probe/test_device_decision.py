@@ -139,6 +139,13 @@ def test_the_reason_is_reported_if_no_window_can_be_created():
     assert "no answer" in made(report(window=None)).window_device.reason
 
 
+def test_accumulate_is_compared_with_put():
+    slow = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.1)
+    decision = made(report(replace(PROVED, accumulate=slow)))
+    assert choices(decision) == ("cuda", "mailbox")
+    assert "0.1 GB/s, Put 10" in decision.reduction.reason
+
+
 @pytest.mark.parametrize(("gb_per_s", "wanted"), [(2.5, "cuda"), (2.4, "cpu")])
 def test_a_way_that_is_slower_than_by_the_host_is_not_taken(gb_per_s, wanted):
     decision = made(report(replace(PROVED, get=replace(FAST, gb_per_s=gb_per_s))))

@@ -52,10 +52,19 @@ def test_a_wait_that_ended_is_forgotten() -> None:
 def test_of_nested_waits_the_late_one_is_named() -> None:
     calls, deadline = Calls(), time.monotonic() + 10.0
     watchdog = Watchdog(1.0, calls)
-    with watchdog.watch("stuck"):
+
+    def busy() -> None:
         while not calls.called.is_set() and time.monotonic() < deadline:
             with watchdog.watch("inner"):
-                calls.called.wait(0.05)
+                calls.called.wait(0.002)
+
+    threads = [threading.Thread(target=busy, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with watchdog.watch("stuck"):
+        busy()
+    for thread in threads:
+        thread.join(5.0)
     assert calls.seen == ["stuck"] and watchdog._waits == {}
 
 

@@ -104,6 +104,13 @@ def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> 
     assert page._number == read(memory).heartbeat_number
 
 
+def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> None:
+    page.write("before")
+    page.detach()
+    page.write("after")
+    assert read(memory).what == "before"
+
+
 class Pages:
     """The pages of many ranks, some of which are silent. The requests that are answered need two tests."""
 

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from mpi_launch import ROOT
 from peak_memory import estimated_and_measured
@@ -113,6 +114,25 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
     assert "of other ranks, in place" not in uneven  # on two nodes
     with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of 8, .* got 3$"):
         sizes(MODEL, "--islands.by=3", ranks=8, per_node=4)
+
+
+def test_the_activations_are_those_that_autograd_saves():
+    module = from_config(MODEL, 0).module.to_empty(device="cpu")
+    parameters = {p.data_ptr() for p in module.parameters()}
+    saved = {}
+    tokens, bounds = torch.zeros(1, 512, dtype=torch.int64), torch.tensor([0, 512], dtype=torch.int32)
+
+    def keep(tensor):
+        if tensor.data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(
+            tokens, position_ids=torch.arange(512)[None], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False
+        )
+    actual = sum(storage.nbytes() for storage in saved.values())
+    assert sizes(MODEL)[0]["activations"] == pytest.approx(actual, rel=0.15)
 
 
 @pytest.mark.slow

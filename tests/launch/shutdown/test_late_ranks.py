@@ -59,6 +59,16 @@ SLEEPS = """
 train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 """
 
+COMPUTES_BETWEEN_A_AND_B = """
+def between(step):
+    end = time.monotonic() + 60
+    while step == 2 and world.rank == 1 and time.monotonic() < end:
+        sum(range(1000))
+
+
+train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)], between)
+"""
+
 LEAVES = """
 world.timeout_s = 40
 
@@ -159,6 +169,13 @@ with model.minibatch(), torch.no_grad():
     blocks[2 if world.rank == 1 else 1](torch.randn(2, 8))
 """
 
+FREES_TICKETS = """
+tickets = odc_mpi.Tickets(world)
+if world.rank == 1:
+    time.sleep(60)
+tickets.close()
+"""
+
 #: Islands synchronize after the third minibatch. Rank 1 is late; rank 3 waits for its difference, others for both.
 SLEEPS_BEFORE_OUTER_STEP = """
 islands = odc_mpi.Islands(world, 2, "outer")
@@ -234,6 +251,8 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
     assert at_least <= float(found.group(1)) <= at_most, line
 
 
+PUBLISHING = WAITED + "synchronizing at parameters_published: late is rank 1 on \\S+, "
+FREEING = WAITED + "freeing the ticket counters: late is rank 1 on \\S+, "
 CHUNK = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
 OWNER = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
 OWNERS = f"it waits for {OWNER.replace(NUMBER, f'({NUMBER})')}; {OWNER}"
@@ -258,6 +277,12 @@ LIBRARY = pytest.mark.library
             WAITED + CHUNK + LAST_SEEN + "in microbatch 1, forward of unit layers.2",
             id="sleeps in a chunk",
         ),
+        pytest.param(
+            COMPUTES_BETWEEN_A_AND_B,
+            PUBLISHING + LAST_SEEN + "after synchronizing at gradients_complete",
+            id="computes before parameters are published",
+        ),
+        pytest.param(FREES_TICKETS, FREEING + LAST_SEEN + ".*", marks=LIBRARY, id="never frees its tickets"),
         # A fetch or a push that does not complete names the owners.
         pytest.param(
             HANGS.replace("KIND", "fetch"), f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"

@@ -79,3 +79,13 @@ def test_slow_ranks_change_no_bit(world, exact, monkeypatch, way):
     monkeypatch.setattr(GRPOObjective, "on_microbatch_end", late)
     monkeypatch.setattr(RolloutSource, "_generate", late_to_generate)
     assert exact.train("all", world, **way) == wanted
+
+
+def test_a_run_that_goes_on_alone_has_the_same_bits(world, exact):
+    settings = {"rl__loss_type": "dapo", "run__checkpoint_every": 1}
+    wanted, wanted_lines = exact.alone(rl__loss_type="dapo")
+    _, begin = exact.train("first", world, **settings, run__steps=1)
+    resume = exact.base / "first" / "checkpoints" / "step_00000001"
+    digest, end = exact.train("second", world.split("self"), **settings, run__resume=resume)
+    assert [*begin, *end] == wanted_lines
+    assert digest == wanted
