@@ -12,7 +12,7 @@ import torch
 
 
 def empty_host(num_bytes: int) -> torch.Tensor:
-    """Return uninitialized host memory, `[num_bytes]` uint8."""
+    """Return an uninitialized uint8 tensor `[num_bytes]` in host memory."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -35,7 +35,7 @@ class BufferPool:
     `allocate` takes a number of bytes and returns that much memory as a uint8 tensor.
 
     Attributes:
-        peak_bytes: Peak memory of the pool in bytes, including idle buffers.
+        peak_bytes: Peak memory use of the pool in bytes, including idle buffers.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = empty_host) -> None:
@@ -47,7 +47,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized buffer, `[numel]` of `dtype`. Reuses an idle buffer if one is large enough."""
+        """Return an uninitialized buffer with `numel` elements of `dtype`. Reuses an idle one if it is large enough."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)

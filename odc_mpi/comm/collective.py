@@ -33,7 +33,7 @@ MAX_COMMUNICATORS = 400
 
 
 class CollectiveCommunicator:
-    """Blocking, busy-waiting collectives for benchmarks, on contiguous host tensors. Construction is collective."""
+    """Blocking, busy-waiting collectives on contiguous host tensors, for benchmarks. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -55,7 +55,7 @@ class CollectiveCommunicator:
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
         """Sum `gradient` over all ranks and write this rank's part of the sum to `shard`. Collective.
 
-        `gradient` is `[size * n]` of float32, float64 or int64, and `shard` is `[n]` of the same dtype.
+        `gradient`, `[size * n]`, is of dtype float32, float64 or int64. `shard`, `[n]`, must have the same dtype.
         """
         with self._world.deadline("reducing an array over all ranks"):
             self._comm.Reduce_scatter_block(gradient.numpy(), shard.numpy())
@@ -99,7 +99,7 @@ class _CollectiveStore(PrivateShards):
 
 
 class CollectiveParameters(_CollectiveStore, ParameterStore):
-    """Parameter store that keeps its shards in private memory and fetches by all-gather.
+    """Parameter store that keeps its shards in private memory and fetches arrays with an all-gather.
 
     Fetches are collective, and so are all operations that fetch, such as forward and backward passes and `state_dict`.
     """
@@ -128,7 +128,7 @@ class CollectiveParameters(_CollectiveStore, ParameterStore):
 
 
 class CollectiveGradients(_CollectiveStore, GradientStore):
-    """Gradient store that keeps its shards in private memory and pushes by reduce-scatter."""
+    """Gradient store that keeps its shards in private memory and pushes gradients with a reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(world, group, dtype)
@@ -142,7 +142,7 @@ class CollectiveGradients(_CollectiveStore, GradientStore):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start summing a gradient over all ranks, each of which then adds its part to its shard. Collective.
+        """Start summing a gradient over all ranks. Each rank then adds its part of the sum to its shard. Collective.
 
         `gradient` begins at element `start` of array `index`. Elements that a rank does not provide count as zero.
         """

@@ -52,15 +52,15 @@ def window_transport(
 
     Args:
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
-        mapped: True if the ranks are on one node, and map the memory of each other's devices. Requires `device`.
+        mapped: If True, the ranks are on one node and map each other's device memory. Requires `device`.
         zero_copy: If True, ranks on the same node read each other's parameter shards in place. Ignored with a device.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
-            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island has several nodes, with several
-            of its ranks on this node.
+            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island spans several nodes, with
+            several of its ranks on this node.
         reduction: "accumulate" or "mailbox", as in the setting `comm.reduction`. Must be "mailbox" if `mapped` is True.
-        mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used only by "mailbox".
+        mailbox_bytes: Maximum memory in bytes per rank for received gradients. Used only by "mailbox".
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires `device=None`.
+        islands: Islands of `world`, each of which shards the arrays among its own ranks. Requires `device=None`.
     """
     sharing = islands.island if islands else world
     kind: Callable[..., Any] = Window
@@ -120,7 +120,7 @@ def collective_transport(
 def staged(inner: Transport, device: Device) -> Transport:
     """Return a transport for a model on a device, with shards in the host windows of the transport `inner`.
 
-    `inner` must come from `window_transport` with `device=None`, and must not be allocated yet.
+    `inner` must come from `window_transport` with `device=None`, and must not have been allocated yet.
     """
     assert isinstance(inner.parameters, WindowParameters | NodeCache)
     pinned = PinnedMemory(inner.storages, device)

@@ -26,7 +26,7 @@ class Group:
 
     Args:
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, which share one model or, in the mode "outer", train one model each.
+        islands: Islands of `world`, which share one model or, in "outer" mode, train one model each.
 
     Attributes:
         rank: Index of this rank among the ranks that share a model.
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def own_rows(self) -> slice:
-        """Rows of the ranks in this rank's replica, in the result of `gradients_complete`."""
+        """Rows of the `gradients_complete` result that belong to the ranks in this rank's replica."""
         return slice(self.replica * self.size, (self.replica + 1) * self.size)
 
     def reserve(self, plan: Callable[[], int]) -> None:
@@ -76,7 +76,7 @@ class Group:
     def open(self, close: Callable[[], None]) -> None:
         """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
 
-        `close` is called when the `World` closes, unless `free` has been called by then.
+        `close` is called when the `World` closes, unless `free` has already been called.
         """
         self.world.on_close(close)
         self._close = close
@@ -92,13 +92,13 @@ class Group:
         self.parameters_published()
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the reports of all ranks, each `[k]` float64, as `[num_replicas * size, k]`. Collective."""
+        """Gather the float64 reports of all ranks, each `[k]`, into an array `[num_replicas * size, k]`. Collective."""
         return self._allgather(self._gradients_comm, report, "synchronizing at gradients_complete")
 
     def norm(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, `[k]` float64, over the ranks of each replica. Collective.
+        """Sum `values`, a float64 array `[k]`, over the ranks of each replica. Collective.
 
-        Returns the sums, float64 `[num_replicas, k]`, which are bitwise identical on every rank.
+        Returns a float64 array of sums, `[num_replicas, k]`, which is bitwise identical on every rank.
         """
         # Not an all-reduce, whose order of addition differs from rank to rank in some libraries.
         rows = self._allgather(self._norm_comm, values, "synchronizing at grad_norm")
@@ -110,7 +110,7 @@ class Group:
         self.world.wait_collective(self._publish_comm.Ibarrier(), "synchronizing at parameters_published")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor from rank 0. Collective."""
+        """Overwrite `tensor`, a contiguous CPU tensor, with rank 0's tensor. Collective."""
         self.world.broadcast(tensor)
 
     def free(self, storages: Sequence["ShardStorage"]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-#: Parameters and shards begin at multiples of 32 elements: at least a cache line, also for bf16.
+#: Parameters and shards begin at multiples of 32 elements, which fill at least a cache line, even in bf16.
 ALIGNMENT_NUMEL = 32
 
 
@@ -28,7 +28,7 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     requires_grad: bool
-    #: Dtype in the shards. None means the dtype of the parameter store.
+    #: Dtype in the shards. None means the parameter store's dtype.
     dtype: torch.dtype | None = None
 
     @property
@@ -131,7 +131,7 @@ class FlatLayout:
         return tuple(slices)
 
     def owners(self, whole: ParameterRange) -> tuple[tuple[int, int, int], ...]:
-        """Return `(rank, start, stop)` of each non-empty slice of a parameter, in the order of the elements."""
+        """Return `(rank, start, stop)` for each non-empty slice of a parameter, in element order."""
         shards = range(whole.start // self.shard_numel, -(-whole.stop // self.shard_numel)) if whole.spec.numel else ()
         island_size = self.num_owners // self.num_islands
         ranks = (shard % self.num_islands * island_size + shard // self.num_islands for shard in shards)

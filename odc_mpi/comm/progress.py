@@ -34,7 +34,7 @@ MAX_CONSECUTIVE_POLLS = 100
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
 #: Switch interval of the GIL while the thread runs. The default of 5 ms would delay every poll by as much: with it, a
-#: Get of 64 bytes took 7 ms instead of 3, and a Get of 16 MB took 32 ms instead of 13 (MPICH).
+#: 64-byte Get took 7 ms instead of 3, and a 16 MB Get took 32 ms instead of 13 (MPICH).
 SWITCH_INTERVAL_S = 0.5e-3
 
 
@@ -45,7 +45,7 @@ class ProgressThread:
 
     Args:
         world: World whose MPI library provides MPI_THREAD_MULTIPLE.
-        make_progress: Function that the thread calls on every poll, and that returns True if it did any work.
+        make_progress: Function that the thread calls on every poll. It must return True if it did any work.
     """
 
     _num_running: ClassVar[int] = 0

@@ -51,7 +51,7 @@ class Tickets:
     def reset(self) -> None:
         """Set the counters hosted by this rank, if any, to zero. One-sided.
 
-        All ranks call this between `complete_gradients` and `publish_parameters`, when no rank draws.
+        All ranks call this between `complete_gradients` and `publish_parameters`, while no rank is drawing.
         """
         host = self._host(self._world.node)
         if self._world.rank == host:

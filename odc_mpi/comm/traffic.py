@@ -12,9 +12,9 @@ PLACES = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
-    """Counter for the bytes that this rank transfers from and to the shards of other ranks. Not thread-safe.
+    """Counter for the bytes that this rank transfers to and from other ranks' shards. Not thread-safe.
 
-    Zero-copy fetches, fetches of arrays that are already in the node's cache, and message headers do not count.
+    Zero-copy fetches, fetches of arrays that are already in the node's cache, and message headers are not counted.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -34,7 +34,7 @@ class TrafficCounter:
         self._bytes[1] += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes fetched, then pushed, since the last call, each by `PLACES`. Call once per minibatch."""
+        """Return the bytes fetched, then those pushed, since the last call, by `PLACES`. Call once per minibatch."""
         cache = self._transport.node_cache
         for index in cache.take_shared_fetches() if cache else ():
             self._bytes[0] -= self._bytes_of(index)

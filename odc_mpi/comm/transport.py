@@ -54,7 +54,7 @@ REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Access(Enum):
-    """Kinds of memory in which a fetch returns an array, each described by its value."""
+    """Kinds of memory in which a fetch returns an array. The value of each member describes it."""
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
@@ -107,13 +107,13 @@ class ParameterStore(ABC):
         """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
         Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
-        `wait` of the returned handle has returned. On a GPU, copies that are still in flight at that point are complete
+        the returned handle's `wait` has returned. On a GPU, copies that are still in flight at that point are complete
         after `Transport.complete_gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream of a GPU. The next `start_fetch` into `buffer` waits for it.
+        """On a GPU, record an event on the current stream. The next `start_fetch` into `buffer` waits for it.
 
         Call this method on the computing thread after enqueuing all kernels that use `buffer`. Does nothing by default.
         """
@@ -125,7 +125,7 @@ class ParameterStore(ABC):
         return buffer
 
     def fetch(self, index: int) -> FetchWork:
-        """Start fetching the full array `index`. One-sided. The `wait` method of the handle returns the array."""
+        """Start fetching the full array `index`. One-sided. The handle's `wait` method returns the array."""
         buffer = self.acquire_buffer(index)
         return FetchWork(buffer, self.start_fetch(index, buffer))
 
@@ -150,7 +150,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradient shard of trainable array `index`, `[shard_numel]` of `dtype`, without a copy."""
+        """Return this rank's gradient shard of trainable array `index`, `[shard_numel]` of `dtype`, without copying."""
 
     @abstractmethod
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
@@ -158,17 +158,17 @@ class GradientStore(ABC):
 
         Args:
             index: Index of a trainable array.
-            gradient: Gradient of the elements from `start` on, `[n]` of `dtype`, contiguous. Call
-                `prepare_push(gradient)` first. Do not modify `gradient` until `wait` of the returned handle has
+            gradient: Contiguous gradient, `[n]` of `dtype`, of the elements starting at `start`. Call
+                `prepare_push(gradient)` first. Do not modify `gradient` until the returned handle's `wait` has
                 returned. Call `wait` before `Transport.complete_gradients`: on a GPU, `wait` runs the push.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return an uninitialized buffer for gradients, `[num_bytes]` uint8, on the model's device."""
+        """Return an uninitialized uint8 buffer `[num_bytes]` for gradients on the model's device."""
         return empty_host(num_bytes)
 
     def prepare_push(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no preparation
-        """Prepare for the next `push` of `gradient`, whose kernels may still be running on a GPU.
+        """Prepare for the next `push` of `gradient`, which kernels may still be computing on a GPU.
 
         Call this method on the computing thread after enqueuing these kernels. Does nothing by default.
         """
@@ -177,15 +177,15 @@ class GradientStore(ABC):
 class ShardStorage:
     """Base class for owners of the memory of parameter or gradient shards.
 
-    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before
-    `Group.gradients_complete` and `complete` after it, `publish` before `Group.parameters_published`, and `sync` both
-    before and after the latter. By default, `plan` records the layouts and returns 0; other methods do nothing.
+    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and
+    `complete` after `Group.gradients_complete`, `publish` before `Group.parameters_published`, and `sync` before and
+    after the latter. By default, `plan` records the layouts and returns 0; the other methods do nothing.
     """
 
     layouts: Sequence[FlatLayout] = ()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Record the layouts of the arrays and return how many bytes of shared host memory `allocate` needs.
+        """Record the layouts, and return the size in bytes of the shared host memory that `allocate` needs.
 
         Raises `UserError` if a setting, such as a buffer size, is too small for the layouts.
         """
@@ -213,7 +213,7 @@ class ShardStorage:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the host memory from which a device can copy once it is pinned. By default, there is none."""
+        """Return the host memory that a device can copy from once the memory is pinned. Empty by default."""
         return []
 
     def free(self) -> None:
@@ -221,7 +221,7 @@ class ShardStorage:
 
 
 class PrivateShards(ShardStorage):
-    """Base class for stores with shards in private memory: `_shards`, by array index, which `allocate` sets."""
+    """Base class for stores with shards in private memory. Subclasses set `_shards`, by array index, in `allocate`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)  # type: ignore[call-arg] # of `ParameterStore` or `GradientStore`
@@ -238,11 +238,11 @@ class PrivateShards(ShardStorage):
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points.
 
-    Construction raises ValueError unless the dtypes are in `PARAMETER_DTYPES` and `REDUCE_DTYPES`.
+    Construction raises ValueError unless the store dtypes are in `PARAMETER_DTYPES` and `REDUCE_DTYPES`, respectively.
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
-        node_cache: Cache of parameters that the node shares, also one of the `storages`, or None.
+        node_cache: Parameter cache shared by the node's ranks, also one of the `storages`. None without a cache.
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if threads may fetch while one thread pushes, False if only the computing thread may do so.
@@ -272,7 +272,7 @@ class Transport:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
         `close` is called if the `World` closes before this transport does, and must call the transport's `close`.
-        Raises `AllRanksUserError` on every rank if any node has too little memory, or any `plan` raises `UserError`.
+        Raises `AllRanksUserError` on every rank if any node has too little memory or any `plan` raises `UserError`.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         island_layouts = [layout.island_layout for layout in layouts]

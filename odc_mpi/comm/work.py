@@ -9,7 +9,7 @@ import torch
 class Work:
     """Handle for a fetch or push. If `operation` is None, the fetch or push is already complete.
 
-    `operation` runs or completes this rank's part, on any thread, and returns the event of a device copy still in
+    `operation` runs or completes this rank's part, on any thread, and returns the event for a device copy still in
     flight, or None. The handle references `operation`, and thus its buffers, until `operation` has returned.
     """
 
@@ -20,8 +20,8 @@ class Work:
     def wait(self) -> None:
         """Wait until this rank's part of the operation is complete and its buffers may be used.
 
-        On a GPU, this makes the current stream wait for copies in flight, not the caller: only kernels enqueued on this
-        stream afterwards may use the buffers. Further calls do not repeat the operation unless it raised an exception.
+        On a GPU, the current stream, not the caller, waits for copies in flight: only kernels enqueued on this stream
+        afterwards may use the buffers. Further calls do not repeat the operation unless it raised an exception.
         """
         event = self.complete()
         if isinstance(event, torch.cuda.Event):
@@ -31,7 +31,7 @@ class Work:
             event.wait()  # of a device in tests
 
     def complete(self) -> torch.cuda.Event | None:
-        """Like `wait`, but return the event of a copy in flight instead of making the current stream wait for it."""
+        """Like `wait`, but return the event for a copy in flight instead of making the current stream wait for it."""
         if self._operation is not None:
             self._event = self._operation()
             self._operation = None

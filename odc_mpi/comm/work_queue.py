@@ -52,7 +52,7 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of items, each of which at most one rank claims. Construction is collective.
+    """Queue of items, each of which can be claimed by at most one rank. Construction is collective.
 
     Args:
         max_count: Maximum number of items between two calls to `reset`. Must be the same on all ranks.
@@ -111,7 +111,7 @@ class WorkQueue:
         )
 
     def has_changed(self, state: QueueState) -> bool:
-        """Return True if any item was started, published, claimed or done since `state` was taken. One-sided."""
+        """Return True if any item was started, published, claimed or marked done since `state` was taken. One-sided."""
         return self._num_changes() != state.num_changes
 
     def claim(self, published: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:

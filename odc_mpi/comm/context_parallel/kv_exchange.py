@@ -44,13 +44,13 @@ from odc_mpi.comm.context_parallel.kv_windows import (
 
 
 class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
-    """Context manager for the forward and backward pass of this rank's chunk of a split sequence.
+    """Context manager for the forward and backward passes over this rank's chunk of a split sequence.
 
     Args:
         sequence_number: Number of this split sequence, starting at 1. Must be the same on all ranks.
         bounds: Token offsets of the chunk boundaries, `[chunks + 1]`, including 0 and the sequence length.
-        ranks: Ranks that process the chunks, in the order of the chunks, including this rank.
-        sequence_name: Name of the sequence in messages.
+        ranks: Ranks that process the chunks, including this rank, in chunk order.
+        sequence_name: Name of the sequence, for messages.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self.finish()
 
     def publish_kv(self, layer: int, kv: KVPair) -> None:
-        """Make the keys and values that a layer computed for this chunk available to later chunks. One-sided.
+        """Make this chunk's keys and values from a layer available to later chunks. One-sided.
 
-        Raises RuntimeError if a layer is skipped or `kv` does not fit into a slot. A second call for the same layer, as
-        in recomputation, does nothing. The call for layer 0 waits until no rank still reads this rank's previous chunk.
+        Raises RuntimeError if a layer is skipped or `kv` does not fit into a slot. Repeated calls, as in recomputation,
+        have no effect. The call for layer 0 waits until no rank is still reading this rank's previous chunk.
         """
         if layer < self._num_published:
             return
@@ -93,7 +93,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Yield the keys and values of each earlier chunk in a layer, in chunk order. One-sided."""
+        """Yield a layer's keys and values for each earlier chunk, in chunk order. One-sided."""
         self._windows.complete_copies()
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
@@ -101,9 +101,9 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             yield self._read(chunk, self._windows.slot_offset(layer), layer, chunk)
 
     def send_kv_grads(self, layer: int, grads: Sequence[KVPair]) -> None:
-        """Make this rank's contributions to the gradients of earlier chunks' keys and values available. One-sided.
+        """Publish this rank's contributions to the gradients of earlier chunks' keys and values. One-sided.
 
-        Waits for a free slot. `grads` has one pair of tensors per earlier chunk, in chunk order.
+        Waits for a free slot. `grads` contains one pair of tensors per earlier chunk, in chunk order.
         """
         assert len(grads) == self._chunk
         if not grads:
@@ -135,7 +135,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return total_key.to(grads[0].dtype), total_value.to(grads[1].dtype)
 
     def finish(self) -> None:
-        """Notify the ranks with earlier chunks that this rank reads no more keys and values. One-sided."""
+        """Notify the ranks with earlier chunks that this rank will read no more keys and values. One-sided."""
         self._set_flags(KV_RELEASED, self._earlier_ranks, 0, self._windows.sizes.num_layers - 1)
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)

@@ -47,12 +47,12 @@ class KVSizes:
 
     @property
     def slot_bytes(self) -> int:
-        """Size in bytes of the slot for the keys and values in one layer."""
+        """Size in bytes of a slot for one layer's keys and values."""
         return align_up(self.max_chunk_tokens * self.token_bytes)
 
     @property
     def gradient_slot_bytes(self) -> int:
-        """Size in bytes of a slot for the gradients of all earlier chunks in one layer."""
+        """Size in bytes of a slot for one layer's gradients for all earlier chunks."""
         return align_up(self.max_earlier_tokens * self.token_bytes)
 
     @property
@@ -64,7 +64,7 @@ class KVSizes:
 class KVWindows:
     """MPI windows for the keys, values and gradients that this rank publishes, and for flags.
 
-    Construction is collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
+    Construction is collective and raises `AllRanksUserError` on all ranks if a node has too little memory.
 
     Args:
         sizes: Sizes of the slots. Must be the same on all ranks.
@@ -115,28 +115,28 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return the window byte offset of the slot for the keys and values in `layer`."""
+        """Return the byte offset in the window of the slot for the keys and values of `layer`."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the window byte offset of the gradient slot of `layer`. Layers alternate between two slots."""
+        """Return the byte offset in the window of the gradient slot for `layer`. Layers alternate between two slots."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
         """Record that the slot at byte `slot` is in use until flag `kind` of each rank in `ranks` is at least `value`.
 
-        Byte 0 stands for all slots of keys and values.
+        Byte 0 stands for all key and value slots.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait for the flags that `mark_busy_until` recorded for a slot, called `what` in messages. One-sided."""
+        """Wait for the flags that `mark_busy_until` recorded for a slot. One-sided. Messages call the slot `what`."""
         for kind, rank, value in self._busy_until.pop(slot, ()):
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Start copying a tensor into this rank's window at byte offset `start`, and return the offset after it."""
+        """Start copying a tensor into this rank's window at byte offset `start`, and return the end offset."""
         stop = start + tensor.nbytes
         window = self._memory.tensor[start:stop]
         if self._device is None:
@@ -202,9 +202,9 @@ class KVWindows:
         self.world.comm.Iprobe()
 
     def complete_copies(self) -> None:
-        """Wait for the copies from and to a GPU, and start setting the flags that were held back. One-sided.
+        """Wait for the copies to and from a GPU, and start setting the flags that were held back. One-sided.
 
-        Call this before this rank waits for another, which may be waiting for these flags.
+        Call this before this rank waits for another rank, which may itself be waiting for these flags.
         """
         self._finish_copies()
         held, self._held_flags = self._held_flags, []
@@ -222,7 +222,7 @@ class KVWindows:
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
         """Wait until `rank` has set its flag of kind `kind` on this rank to at least `value`. One-sided.
 
-        `what` is the chunk or slot concerned, for messages.
+        `what` describes the chunk or slot in messages.
         """
 
         def is_set() -> bool:

@@ -26,7 +26,7 @@ class Device:
     """GPU, identified by its index among the GPUs visible to this process.
 
     Attributes:
-        name: GPU model, number of visible GPUs and CUDA version, on all of which the behavior of MPI may depend.
+        name: GPU model, number of visible GPUs and CUDA version. MPI's behavior may depend on all three.
     """
 
     def __init__(self, index: int) -> None:
@@ -39,7 +39,7 @@ class Device:
         )
 
     def set_current(self) -> None:
-        """Make this device the calling thread's current CUDA device, which MPI uses, too."""
+        """Make this device the calling thread's current CUDA device, which MPI also uses."""
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
@@ -49,14 +49,14 @@ class Device:
         return free + cached
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized device memory, `[num_bytes]` uint8.
+        """Return an uninitialized uint8 tensor `[num_bytes]` in device memory.
 
-        Keep it until copies from or to it have completed: the torch allocator only tracks the stream that allocated it.
+        Keep it until copies to and from it have completed: the torch allocator only tracks the allocating stream.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized device memory that can be passed to MPI, `[num_bytes]` uint8.
+        """Return an uninitialized uint8 tensor `[num_bytes]` in device memory that can be passed to MPI.
 
         The call is slow and may wait for all kernels on the device. Raises `UserError` if CuPy cannot be imported or
         the device has too little memory.
@@ -85,13 +85,13 @@ class Device:
     def export(self, memory: torch.Tensor) -> bytes:
         """Return a handle with which other processes on this node can map `memory`.
 
-        `memory` must be a whole allocation from `empty_for_windows`, and its size a multiple of 2 MiB. Raises
+        `memory` must be an entire allocation from `empty_for_windows`, and its size must be a multiple of 2 MiB. Raises
         `UserError` if the driver refuses.
         """
         return self._share("export them", lambda runtime: runtime.ipcGetMemHandle(memory.data_ptr()))
 
     def map(self, handle: bytes, num_bytes: int) -> torch.Tensor:
-        """Map memory of another process on this node, whose `export` returned `handle`, as `[num_bytes]` uint8.
+        """Map memory for which `export` returned `handle` in another process on this node, as uint8 `[num_bytes]`.
 
         Call `unmap` before the other process frees the memory. Raises `UserError` if the driver refuses.
         """
@@ -116,7 +116,7 @@ class Device:
         _cupy().cuda.runtime.ipcCloseMemHandle(memory.data_ptr())
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned host memory, `[num_bytes]` uint8. Raises `UserError` if the driver cannot pin enough memory."""
+        """Return a uint8 tensor `[num_bytes]` in pinned host memory. Raises `UserError` if the driver cannot pin it."""
         # PyTorch's pinned-memory allocator rounds sizes up to powers of two and caches freed memory.
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
@@ -129,7 +129,7 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin host memory, which is slow. If the result is True, call `unregister` before freeing the memory."""
+        """Pin host memory, which is slow. If this returns True, call `unregister` before freeing the memory."""
         self.set_current()
         if memory.numel() == 0:
             return True
@@ -146,14 +146,14 @@ class Device:
             self._unregister(memory.data_ptr())
 
     def record_event(self) -> torch.cuda.Event:
-        """Record an event on the calling thread's current stream, and return the event."""
+        """Record an event on the calling thread's current stream, and return it."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
         """Start an asynchronous copy between pinned host and device memory, or within device memory. Thread-safe.
 
         The copy waits for the event `wait_for`. The tensors must have the same shape and dtype. Do not access
-        `destination` or modify `source` before the returned event has completed.
+        `destination` or modify `source` until the returned event has completed.
         """
         stream = self._fetch_stream if destination.is_cuda else self._push_stream
         with torch.cuda.stream(stream), torch.no_grad():
@@ -162,9 +162,9 @@ class Device:
         return _record(stream)
 
     def upload(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start copying pinned host memory to new device memory. Returns this memory and an event.
+        """Start copying pinned host memory to new device memory. Returns the new tensor and an event.
 
-        The current stream waits for the copy. Do not modify `source` before the event has completed.
+        The current stream waits for the copy. Do not modify `source` until the event has completed.
         """
         computing = torch.cuda.current_stream(self.torch_device)
         with torch.cuda.stream(self._fetch_stream):
@@ -176,24 +176,24 @@ class Device:
         return copy, event
 
     def copy_to_peer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Start an asynchronous copy to mapped memory of another rank. Thread-safe.
+        """Start an asynchronous copy to another rank's mapped memory. Thread-safe.
 
-        Unlike `copy`, this waits for no event: the kernels that compute `source` must have completed. Later fetches do
-        not wait for this copy.
+        Unlike `copy`, this does not wait for an event: the kernels that compute `source` must already have completed.
+        Later fetches do not wait for this copy.
         """
         with torch.cuda.stream(self._push_stream), torch.no_grad():
             destination.copy_(source, non_blocking=True)
         return _record(self._push_stream)
 
     def finish_fetches(self) -> None:
-        """Wait until all copies to the device that were started by `copy` or `upload` are complete."""
+        """Wait until all copies to the device started by `copy` or `upload` are complete."""
         _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start adding tensors to a shard of the same dtype, each at its offset, in order. Thread-safe.
 
         All earlier kernels that use the shard and all copies that fill the tensors must have finished. Do not modify
-        the tensors before the returned event has completed.
+        the tensors until the returned event has completed.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -229,7 +229,7 @@ def gpu_uuid(host_rank: int) -> str | None:
 
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zero-filled device memory, `[numel]` of `dtype`. Raises `UserError` if too little is available."""
+    """Return a zero-filled tensor, `[numel]` of `dtype`, in device memory. Raises `UserError` if too little is free."""
     try:
         return device.empty(numel * dtype.itemsize).view(dtype).zero_()
     except torch.OutOfMemoryError as error:

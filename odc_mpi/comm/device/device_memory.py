@@ -32,7 +32,7 @@ def device_shard_bytes(
 ) -> int:
     """Return the size in bytes of a rank's shards of a module's parameters and gradients.
 
-    `with_optimizer` adds AdamW's state. `param_dtype` is the dtype of all parameters, or None if each keeps its own.
+    `with_optimizer` adds the AdamW state. `param_dtype` is the dtype of all parameters, or None if each keeps its own.
     """
     num_bytes = 0
     for parameter in module.parameters():
@@ -45,7 +45,7 @@ def device_shard_bytes(
 
 
 def fit_objection(world: World, device: Device, shard_bytes: int) -> str | None:
-    """Return the reason why the shards of a rank do not fit into its GPU, or None if all fit. Collective.
+    """Return the reason why a rank's shards do not fit on its GPU, or None if all ranks' shards fit. Collective.
 
     `shard_bytes` is the size of this rank's shards. The result is the same on all ranks.
     """

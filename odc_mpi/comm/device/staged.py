@@ -37,7 +37,7 @@ MAX_COPIES = 2
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated before it."""
+    """Pinned host memory: a buffer pool and the memory of `storages`, which must be allocated first."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
@@ -69,9 +69,9 @@ class PinnedMemory(ShardStorage):
         return any(0 <= array.data_ptr() - tensor.data_ptr() < tensor.nbytes for tensor in self._registered)
 
     def release_after(self, event: torch.cuda.Event, buffer: torch.Tensor) -> None:
-        """Release a buffer of the pool once the copy from it is complete. `event` was recorded after the copy.
+        """Release a pool buffer once the copy from it is complete. `event` must have been recorded after the copy.
 
-        If more than `MAX_COPIES` are in flight, this method waits for the oldest ones.
+        If more than `MAX_COPIES` copies are in flight, this method waits for the oldest ones.
         """
         self._copies.append((event, buffer))
         self._release_copied(MAX_COPIES)
@@ -85,7 +85,7 @@ class PinnedMemory(ShardStorage):
 
 
 class StagedParameters(ParameterStore):
-    """Parameter store that copies arrays from the store `inner`, in host memory, to a device."""
+    """Parameter store that copies arrays to a device from the store `inner`, which is in host memory."""
 
     def __init__(self, inner: WindowParameters | NodeCache, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner.dtype, BufferPool(device.empty))

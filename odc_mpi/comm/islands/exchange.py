@@ -89,7 +89,7 @@ class IslandExchange(ShardStorage):
         return self._sums.shard(index)
 
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return bytes by rank in the world: parameters received from other islands, and gradients pushed to them."""
+        """Return, by world rank, the bytes of parameters received from other islands and gradients pushed to them."""
         received, pushed = Counter[int](), Counter[int]()
         for index in self.trainable_numels:
             for other, rank in enumerate(self._islands.column_ranks):
@@ -101,7 +101,7 @@ class IslandExchange(ShardStorage):
     def finish(self, indices: Iterable[int]) -> Work:
         """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
 
-        Also pushes this rank's shards of the sums of those arrays that all ranks in the island have finished.
+        For arrays that all ranks in the island have finished, this also pushes this rank's shards of the sums.
         `flush` finishes the remaining arrays. The returned handle is already complete.
         """
         self._finish(self._unfinished.intersection(indices))

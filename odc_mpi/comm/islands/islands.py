@@ -20,7 +20,7 @@ from odc_mpi.runtime.world import World
 class Islands:
     """Division of a world into islands. Construction is collective.
 
-    Each model needs its own `Islands`, and closes them.
+    Each model needs its own `Islands` object and closes it.
 
     Args:
         world: World to divide. Closing it also closes the worlds of the island and the column.
@@ -35,7 +35,7 @@ class Islands:
         size: Number of islands, not of ranks in an island.
         index: Index of this rank's island.
         island: World of the ranks in this rank's island.
-        column: World of the ranks that have the same rank in their islands as this rank, in the order of the islands.
+        column: World of the ranks that have the same rank within their island as this rank, ordered by island.
         column_ranks: Ranks in `world` that form the column.
     """
 
@@ -64,7 +64,7 @@ class Islands:
 def ranks_per_island(by: str | int, ranks_per_node: Mapping[str, int]) -> int:
     """Return the number of ranks per island, given the setting `islands.by` and the number of ranks on each node.
 
-    With "off", this is the number of ranks. Raises `UserError` if `by` is invalid or the islands would differ in size.
+    With "off", this is the total number of ranks. Raises `UserError` if `by` is invalid or would give unequal islands.
     """
     num_ranks = sum(ranks_per_node.values())
     if by == "off":

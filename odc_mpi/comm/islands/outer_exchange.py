@@ -26,14 +26,14 @@ _MAX_PIECES, _MIN_PIECE_UNITS = 64, 1024
 
 
 class SyncResult(NamedTuple):
-    """Result of the synchronizations after one step, equal on all ranks.
+    """Result of the synchronizations after one step, which is the same on all ranks.
 
     Attributes:
         outer_norm: Norm of the mean difference between outer and local parameters.
-        outer_cosine: Weighted mean cosine over all pairs of islands whose differences were used; 0 without any pair.
+        outer_cosine: Weighted mean cosine over all pairs of islands whose differences were used, or 0 if there is none.
         contributions_left_out: Number of differences that were left out because of their norms.
-        bytes_between_islands: Bytes received from other islands in these synchronizations, as a mean over the ranks.
-        island_wait_s: Time in seconds spent waiting for other islands, as a mean over the ranks.
+        bytes_between_islands: Bytes received from other islands in these synchronizations, averaged over the ranks.
+        island_wait_s: Time in seconds spent waiting for other islands, averaged over the ranks.
     """
 
     outer_norm: float
@@ -61,7 +61,7 @@ class FragmentExchange:
     """Exchanges one fragment at a time between `islands`, into which `world` is divided. Construction is collective.
 
     Attributes:
-        watch: Decides whose differences are left out.
+        watch: `NormWatch` that decides which islands' differences are left out.
     """
 
     def __init__(self, world: World, islands: Islands, optimizer: OuterOptimizer, norm_limit: float) -> None:
@@ -81,7 +81,7 @@ class FragmentExchange:
     def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> None:
         """Start gathering the islands' differences for a fragment. Collective, but does not wait.
 
-        The differences are weighted by `amounts`, and result from `num_steps` steps.
+        The differences result from `num_steps` steps and are weighted by `amounts`.
         """
         assert not self._in_flight, "a message is in flight"
         self._in_flight = fragment, normalized(amounts, {}), num_steps
@@ -99,9 +99,9 @@ class FragmentExchange:
             self._requests.append(self._islands.column.comm.Iallgatherv(sent, received))
 
     def receive(self) -> Received | None:
-        """Wait for the differences in flight. All islands leave out the same ones. Collective.
+        """Wait for the differences in flight. All islands leave out the same differences. Collective.
 
-        Returns None if no fragment was sent after the last call.
+        Returns None if no fragment has been sent since the last call.
 
         Raises:
             TrainingError: The outer parameters of two islands differ, or an island was left out three times in a row.

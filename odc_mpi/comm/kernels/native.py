@@ -56,13 +56,13 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
     """Copy tensors into a flat array and return the largest magnitude. Elements not covered by a tensor become zero.
 
     Args:
-        segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
-            of offset. The tensors must not overlap in `flat`.
+        segments: Pairs of an offset in `flat` and a tensor, in ascending order of offset. Tensors may have any shape,
+            dtype, strides and layout, but must not overlap in `flat`.
         flat: Contiguous output array `[n]`, which is overwritten completely.
-        largest: Float64 scalar on the same device, overwritten by the result. None stands for a new one of 0.
+        largest: Float64 scalar on the same device, overwritten with the result. If None, a new scalar 0 is used.
 
     Returns:
-        The maximum of the previous `largest` and the magnitudes in `flat`, or NaN if `flat` contains NaN, as a scalar.
+        A scalar: the maximum of the previous `largest` and the magnitudes in `flat`, or NaN if `flat` contains NaN.
     """
     filled = 0
     for start, tensor in segments:
@@ -80,7 +80,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor, largest: torch.Tens
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Do the same as `flatten` without `largest`, but only with torch operators."""
+    """Do the same as `flatten` without `largest`, but use only torch operators."""
     filled = 0
     for start, tensor in segments:
         if filled < start:
@@ -94,7 +94,7 @@ def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch
 
 
 def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in `flat`, or NaN if it contains a NaN, as a float64 scalar on the same device."""
+    """Return the largest magnitude in `flat`, or NaN if it contains NaN, as a float64 scalar on the same device."""
     if not flat.numel():
         return torch.zeros((), dtype=torch.float64, device=flat.device)
     low, high = torch.aminmax(flat)
@@ -104,13 +104,13 @@ def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
 def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
-    Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so only
-    their order affects the rounding. Other streams must not modify the segments until the enqueued kernels are done.
+    Each segment is cast to the shard's dtype and added, and the sum is rounded to this dtype, so rounding depends only
+    on the order of the segments. Other streams must not modify the segments until the enqueued kernels are done.
 
     Args:
         shard: Contiguous array `[n]` to update in place.
-        segments: Pairs of an offset in the shard and a tensor of any shape and layout on the same device, of a
-            floating-point dtype or the shard's. Segments may overlap within the shard, but must not share its memory.
+        segments: Pairs of an offset in the shard and a tensor on its device, with any shape and layout. The dtype must
+            be floating-point or the shard's. Segments may overlap in the shard, but must not share its memory.
     """
     for start, tensor in segments:
         stop = start + tensor.numel()
@@ -128,7 +128,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Do the same as `add_segments_`, but only with torch operators."""
+    """Do the same as `add_segments_`, but use only torch operators."""
     for start, tensor in segments:
         dense = _dense(tensor)
         # The addition itself casts narrower dtypes, without a copy.
@@ -154,7 +154,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory `src` of the CUDA sources: inside the package if installed, beside it in a checkout."""
+    """Return the CUDA source directory, `src`, which is inside the package if installed and beside it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

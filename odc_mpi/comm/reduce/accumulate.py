@@ -38,14 +38,14 @@ class WindowGradientStore(GradientStore, ShardStorage):
         return [self.shard(index) for index in self.trainable_numels]
 
     def add_received(self) -> None:
-        """Make the gradients that have arrived available in the shards, even if more gradients are being pushed."""
+        """Make the gradients that have arrived available in the shards, even while others are still being pushed."""
         self.sync()
 
 
 class AccumulateGradientStore(WindowGradientStore):
-    """Gradient store that pushes into windows by MPI_Accumulate with MPI_SUM. The owners do not participate.
+    """Gradient store that pushes into windows using MPI_Accumulate with MPI_SUM. The owners do not participate.
 
-    `kind` creates the windows, as the constructor of `Window` would. They are in host memory if `on_host` is True. A
+    `kind` creates the windows and takes the arguments of `Window`. If `on_host` is True, they are in host memory. A
     rank's shards of all trainable arrays are contiguous in one window. Within a node, MPICH serializes all
     MPI_Accumulate operations on a window, even those to different owners. With MPICH, the ranks are therefore spread
     across up to `MAX_WINDOWS` windows, which halves the time of two concurrent pushes of 16 MB.

@@ -57,9 +57,9 @@ COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients into slots of the owners' rings, from which the owners add them.
+    """Gradient store that pushes gradients into slots of the owners' rings, from which owners add them to their shards.
 
-    Only one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
+    Only one thread at a time may call `push`, `flush`, or the `wait` method of the `Work` that `push` returns.
 
     Args:
         slots: Constructor of the shards and slots, called with `world` and `dtype`.

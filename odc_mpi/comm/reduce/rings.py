@@ -28,9 +28,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Minimum number of slots that fit into a ring, so that the owner adds one while an origin fills the next.
+#: Minimum number of slots that fit into a ring, so that the owner can add one while an origin fills the next.
 SLOTS_PER_RING = 4
-#: Maximum number of slots of an origin that an owner has not added yet.
+#: Maximum number of slots from one origin that an owner has not yet added.
 MAX_SLOTS = 128
 
 
@@ -60,7 +60,7 @@ class ReservedSlots(NamedTuple):
     """Slots for elements of a push, one in a ring of each owner.
 
     Attributes:
-        places: Places of the headers in this rank's tables at the owners, int64 `[n]`.
+        places: Positions of the headers in the tables that the owners keep for this rank, int64 `[n]`.
         headers: Headers, int64 `[n, 4]`: array, first element in the owner's shard, numel, position in the ring.
         firsts: Index in `values` of the first element of each slot, int64 `[n]`.
     """
@@ -78,12 +78,12 @@ class Rings:
     Attributes:
         count: Number of rings in the inbox of each rank.
         sharers: Other ranks that fill the same rings as this rank.
-        num_bytes: Shared memory per rank for reservations, in bytes.
-        ring_bytes: Size of a ring, after `plan`.
-        num_headers: Number of headers of an origin that an owner keeps, after `plan`.
-        of_origin: For each rank, index of its ring in the inbox of this rank, after `allocate`.
-        origins: For each ring in the inbox of this rank, its senders, after `allocate`.
-        at_owner: For each rank, index of this rank's ring in its inbox, int64 `[size]`, after `allocate`.
+        num_bytes: Size in bytes of the shared memory per rank for reservations.
+        ring_bytes: Size of a ring in bytes. Set by `plan`.
+        num_headers: Number of headers that an owner keeps per origin. Set by `plan`.
+        of_origin: For each rank, index of its ring in this rank's inbox. Set by `allocate`.
+        origins: For each ring in this rank's inbox, the ranks that fill it. Set by `allocate`.
+        at_owner: For each rank, index of this rank's ring in that rank's inbox, int64 `[size]`. Set by `allocate`.
     """
 
     def __init__(self, world: World, itemsize: int) -> None:
@@ -139,13 +139,13 @@ class Rings:
                 self.origins[self.of_origin[origin]].append(origin)
 
     def has_room(self, push: PendingPush, tails: np.ndarray) -> bool:
-        """Return True if a push may find room, given the last `tails` received from all ranks, int64 `[size]`."""
+        """Return True if a push may find room. `tails`, int64 `[size]`, is the last tail received from each rank."""
         return self._next_slots(push, tails, np.zeros_like(tails, dtype=np.bool_)) is not None
 
     def reserve(self, push: PendingPush, tails: np.ndarray, waiting: np.ndarray) -> ReservedSlots | None:
-        """Reserve a slot for the next elements of a push in each ring that has room. Return None if none has.
+        """Reserve a slot for a push's next elements in each ring that has room. Return None if no ring has room.
 
-        Skips owners that are True in `waiting`, bool `[size]`. The caller holds the `lock`.
+        Skips owners for which `waiting`, bool `[size]`, is True. The caller must hold the `lock`.
         """
         slots = self._next_slots(push, tails, waiting)
         if slots is None:
@@ -180,7 +180,7 @@ class Rings:
             words.atomic_store(0, 0, 0)
 
     def slot_bytes(self, numel: Any) -> Any:
-        """Return the size of slots with `numel` elements, an integer or an array of integers."""
+        """Return the size in bytes of a slot with `numel` elements. `numel` is an integer or an integer array."""
         return align_up(numel * self._itemsize)
 
     def free(self) -> None:

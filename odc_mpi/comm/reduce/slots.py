@@ -20,7 +20,7 @@ from odc_mpi.runtime.world import World
 
 
 class Slot(NamedTuple):
-    """Received slot: `numel` elements at byte `offset` of the rings, to be added to a shard from element `start` on."""
+    """Received slot: `numel` elements at byte `offset` of the rings, to add to a shard starting at element `start`."""
 
     array: int
     start: int
@@ -29,7 +29,7 @@ class Slot(NamedTuple):
 
 
 class HostSlots:
-    """Shards of this rank in private memory (`shards`, by array index), and rings in this rank's inbox."""
+    """This rank's shards in private memory (`shards`, keyed by array index), and its rings in its inbox."""
 
     #: True if the rings are in the inbox.
     in_inbox = True
@@ -45,16 +45,16 @@ class HostSlots:
         """Allocate the shards, and the rings if they are not in the inbox. Collective.
 
         Args:
-            inbox: Window that contains the headers and, if `in_inbox` is True, the rings from byte `rings_start` on.
+            inbox: Window that contains the headers and, if `in_inbox` is True, rings starting at byte `rings_start`.
             rings_bytes: Total size of this rank's rings, in bytes.
-            numels: Number of elements of this rank's shard, by array index.
+            numels: Number of elements in this rank's shard, by array index.
         """
         self._window, self._rings_start = inbox, rings_start
         self._memory = inbox.tensor.numpy()[rings_start:]
         self.shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in numels.items()}
 
     def values(self, gradient: torch.Tensor) -> Memory:
-        """Return the memory of a gradient for `put`."""
+        """Return a gradient's memory, to be passed to `put`."""
         return gradient.numpy()
 
     def put(
@@ -62,11 +62,11 @@ class HostSlots:
     ) -> None:
         """Start writing elements to the rings of `owners`, int64 `[n]`, one slot at each owner. One-sided.
 
-        If `in_inbox` is True, a flush of the inbox completes the writes, otherwise `flush` does.
+        If `in_inbox` is True, flushing the inbox completes the writes. Otherwise, `flush` completes them.
 
         Args:
             offsets: Offset of each slot in the memory of its owner's rings, in bytes, int64 `[n]`.
-            values: Memory of the gradient, from the method `values`. Do not modify the gradient before the flush.
+            values: Gradient memory, as returned by the `values` method. Do not modify the gradient before the flush.
             firsts: Index in the gradient of the first element of each slot, int64 `[n]`.
         """
         itemsize = self.dtype.itemsize
@@ -83,7 +83,7 @@ class HostSlots:
             self._add(index, start, values.view(self.shards[index].numpy().dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Add this rank's part of a gradient to its shard, from element `start` on."""
+        """Add this rank's part of a gradient to its shard, starting at element `start`."""
         self._add(index, start, values.numpy())
 
     def free(self) -> None:
@@ -99,10 +99,10 @@ class HostSlots:
 
 
 class DeviceSlots(HostSlots):
-    """Shards and rings of this rank, both in device memory.
+    """This rank's shards and rings, both in device memory.
 
-    The caller of `put` must have waited for the kernels that compute the elements. `add` returns after the device has
-    finished, so no slot is overwritten while the device reads it.
+    Before calling `put`, wait for the kernels that compute the elements. `add` returns after the device has finished,
+    so no slot is overwritten while the device reads it.
     """
 
     in_inbox = False
@@ -152,7 +152,7 @@ class DeviceSlots(HostSlots):
 
 
 class MappedDeviceSlots(DeviceSlots):
-    """Shards and rings in device memory. The ranks of a node map the rings, so MPI transfers no elements."""
+    """Shards and rings in device memory. All ranks are on one node and map all rings, so MPI transfers no elements."""
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
         super().__init__(world, dtype, device)
@@ -183,5 +183,5 @@ class MappedDeviceSlots(DeviceSlots):
 
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
-    """Return a message for each owner, in bytes: start in the owner's window, size, and first byte in the buffer."""
+    """Return a message per owner. `starts` in the owners' windows, `sizes`, and `firsts` in the buffer are in bytes."""
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)

@@ -58,7 +58,7 @@ class DeviceWindow(Window):
 class MappedDeviceWindow:
     """Zero-filled device memory of ranks on one node, which map each other's shards. Construction is collective.
 
-    Implements the part of the interface of `Window` that needs no MPI access to the memory. Raises
+    Implements the part of the `Window` interface that does not require MPI to access the memory. Raises
     `AllRanksUserError` on every rank if any rank has too little device memory, cannot import CuPy, or cannot map the
     memory of another rank.
 
@@ -90,7 +90,7 @@ class MappedDeviceWindow:
         """Do nothing: events and MPI synchronize accesses."""
 
     def free(self) -> None:
-        """Free the memory. Collective. All accesses of this rank to the window must have completed."""
+        """Free the memory. Collective. All of this rank's accesses to the window must have completed."""
         self.tensor = torch.empty(0)
         for mapped in self._mapped.values():
             self._device.unmap(mapped)

@@ -42,7 +42,7 @@ class NodeCache(ShardStorage, ParameterStore):
     """
 
     access = Access.NODE
-    #: Size in bytes of this rank's share of the cache, once it is planned.
+    #: Size in bytes of this rank's share of the cache. Set by `plan`.
     rank_bytes = 0
 
     def __init__(self, inner: WindowParameters) -> None:

@@ -49,7 +49,7 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameter store with its shards in an MPI window, which `kind` creates as the constructor of `Window` would.
+    """Parameter store with its shards in an MPI window. `kind` creates the window and takes the arguments of `Window`.
 
     A fetch returns a view if the window is a `SharedWindow` and all ranks are on one node, and a copy otherwise.
     """
@@ -97,7 +97,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start fetching the unmapped shards of array `index` into `buffer`, as large as the array. One-sided."""
+        """Start fetching the unmapped shards of array `index` into `buffer`, which has the array's size. One-sided."""
         owners, gets, *_ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):
@@ -105,7 +105,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         return deferred_flush(self.world, window.flush, what, owners, buffer)
 
     def mapped_bytes(self, index: int, owner: int) -> torch.Tensor:
-        """Return the mapped memory of rank `owner` as uint8, from the beginning of its shard of array `index` on."""
+        """Return rank `owner`'s mapped memory as uint8, starting at its shard of array `index`."""
         memory = self._window.mapped_shard(owner)
         assert memory is not None
         return memory[self._starts[index] :]

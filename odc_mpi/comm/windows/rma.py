@@ -43,7 +43,7 @@ _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", t
 #: Maximum number of elements per message. In many MPI libraries, counts are C ints.
 MAX_MESSAGE_NUMEL = 1 << 27
 #: Maximum number of bytes per Get between nodes with Open MPI. Over TCP, Open MPI's request is as long as the requested
-#: data, or twice as long if these exceed this maximum (benchmarks/notes/upstream.md).
+#: data, or twice as long if it exceeds this maximum (benchmarks/notes/upstream.md).
 OPEN_MPI_MAX_GET_BYTES = (1 << 17) - 256
 #: Alignment of data in a window, in bytes: the size of a cache line.
 ALIGNMENT = 64
@@ -102,7 +102,7 @@ class Window:
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         """Start overwriting parts of other ranks' shards with parts of `values`, a contiguous buffer. One-sided.
 
-        Do not modify `values` before `flush`, which completes the operations.
+        Do not modify `values` until `flush` has completed the operations.
         """
         put, element = self._win.Put, self._copied
         for target, start, span in parts:
@@ -111,7 +111,7 @@ class Window:
     def accumulate_messages(self, values: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start adding parts of `values` to parts of other ranks' shards. One-sided.
 
-        `values` has the dtype of the shards, one of `MPI_DTYPES`, and must not be modified before `flush_local`. `base`
+        `values` has the shards' dtype, one of `MPI_DTYPES`, and must not be modified before `flush_local`. `base`
         is added to the index of each part's first element in the shard.
         """
         assert self._summed is not None, "MPI cannot add this type"
