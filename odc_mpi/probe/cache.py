@@ -23,7 +23,7 @@ _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFI
 
 
 def stack_key(library: str) -> dict[str, Any]:
-    """Return the part of a cache key that identifies the software. `library` is from MPI_Get_library_version."""
+    """Return the part of a cache key that identifies the software. `library` is MPI_Get_library_version's result."""
     settings = {
         name: value
         for name, value in sorted(os.environ.items())

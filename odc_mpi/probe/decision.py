@@ -23,7 +23,7 @@ from odc_mpi.formatting import format_seconds
 from odc_mpi.probe.device_decision import RUN_DOCTOR, DeviceFindings, summarize
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, OperationResult, Peer, ProbeReport
 
-#: Minimum bandwidth of Accumulate, as a fraction of the bandwidth of Put. With Put, the owner of the shard also has to
+#: Minimum bandwidth of Accumulate, as a fraction of Put's bandwidth. With Put, the owner of the shard also has to
 #: add the gradients, which takes time that is not measured.
 MIN_SHARE_OF_PUT = 0.25
 #: Thread level that a progress thread requires.
@@ -43,7 +43,7 @@ NodeCacheSetting = Literal["auto", "off"]
 
 @dataclass(frozen=True)
 class CommSettings:
-    """Settings in the section `comm` that choose how ranks communicate. Raises `UserError` if a value is invalid."""
+    """Settings in the `comm` section that determine how ranks communicate. Raises `UserError` if a value is invalid."""
 
     zero_copy: ZeroCopySetting = "auto"
     reduction: ReductionSetting = "auto"
@@ -124,13 +124,13 @@ class Decision:
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices for JSON: `{setting: {"choice": value, "reason": reason}}`."""
+        """Return the choices as a dict for JSON: `{setting: {"choice": value, "reason": reason}}`."""
         choices = {name: made for name, made in vars(self).items() if isinstance(made, Choice)}
         return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items()}
 
 
 def decide_collective() -> Decision:
-    """Return the decision to use collectives instead of windows, for the baseline in benchmarks."""
+    """Return the decision to use collectives instead of windows, as the baseline in benchmarks does."""
     reason = "comm.transport is collective"
     off = Choice("off", reason)
     return Decision(Choice("none", reason), off, Choice("reduce_scatter", reason), off)
@@ -146,8 +146,8 @@ def decide(
 ) -> Decision:
     """Decide how ranks communicate.
 
-    Raises `UserError` if `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is
-    "thread" although MPI does not grant MPI_THREAD_MULTIPLE.
+    Raises `UserError` if `settings.window_device` is "cuda" but `on_device` is False, or if `settings.progress` is
+    "thread" but MPI does not grant MPI_THREAD_MULTIPLE.
 
     Args:
         report: Report of a probe. Operations for which it has no result are avoided where possible.

@@ -25,8 +25,8 @@ class DeviceFindings:
 
     Attributes:
         objection: Reason not to use windows on devices at all, or None if they can be used.
-        peers: Results with device memory at the origin, by kind of peer ("same_node", "other_node").
-        reduction_objections: Reasons not to use a reduction, by its name ("accumulate", "mailbox").
+        peers: Results with device memory at the origin, keyed by kind of peer ("same_node" or "other_node").
+        reduction_objections: Reasons not to use a reduction, keyed by its name ("accumulate" or "mailbox").
     """
 
     objection: str | None

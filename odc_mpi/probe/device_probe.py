@@ -67,7 +67,7 @@ def device_cache_key(world: World, device: Device) -> dict[str, Any]:
     """Return the cache key of a report about windows on devices. Collective.
 
     It names devices but no hosts, so the report is also valid on other nodes with the same devices. It also names the
-    loaded UCX library, whose version does not follow from that of the MPI library.
+    loaded UCX library, whose version is independent of the MPI library's.
     """
     return {
         **cache.stack_key(MPI.Get_library_version()),
@@ -90,7 +90,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
 
 
 def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Try to allocate memory for windows, and return the error message, or None if this works."""
+    """Try to allocate memory for windows, and return the error message, or None on success."""
     try:
         device.empty_for_windows(num_bytes)
     except UserError as error:
@@ -99,7 +99,7 @@ def allocation_error(device: Device, num_bytes: int) -> str | None:
 
 
 def cuda_support() -> bool | None:
-    """Return the result of MPIX_Query_cuda_support, or None if the MPI library lacks it."""
+    """Return the result of MPIX_Query_cuda_support, or None if the MPI library lacks this function."""
     for path in _mapped_libraries(r"libmpi\w*"):
         function = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
         if function is not None:

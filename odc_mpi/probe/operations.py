@@ -34,7 +34,7 @@ class Buffer:
         np.asarray(self.memory)[:num_bytes] = value
 
     def read(self, num_bytes: int) -> np.ndarray:
-        """Return the first `num_bytes` bytes in host memory."""
+        """Return the first `num_bytes` bytes as an array in host memory, uint8 `[num_bytes]`."""
         return np.asarray(self.memory)[:num_bytes]
 
     def contains(self, value: int, num_bytes: int) -> bool:
@@ -43,7 +43,7 @@ class Buffer:
 
 
 class ProbeLink:
-    """Operations on the window of `target`, a rank of the window's group, with buffers at the origin.
+    """Operations on the window of rank `target` in the window's group, with buffers at the origin.
 
     Put overwrites the numbers with the initial numbers in a different order. Accumulate adds the same values.
     Fetch_and_op increments the counter.
@@ -79,7 +79,7 @@ class ProbeLink:
         self._win.Flush(self._target)
 
     def write(self, name: str, source: Buffer, num_bytes: int) -> None:
-        """Put ("put") or add ("accumulate") `num_bytes` bytes of `source`, and wait for completion. One-sided."""
+        """Run `name` ("put" or "accumulate") on `num_bytes` bytes of `source`, and wait for completion. One-sided."""
         memory = source.memory[:num_bytes]
         if name == "put":
             self._win.Put([memory, MPI.BYTE], self._target, (0, num_bytes, MPI.BYTE))

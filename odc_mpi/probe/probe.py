@@ -68,7 +68,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return a report of the library and the layout of ranks, without results of trials."""
+    """Return a report on the library and the layout of the ranks, without trial results."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),
@@ -79,7 +79,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report in rank 0's cache, or else that of a quick probe. Collective."""
+    """Return the report in rank 0's cache, or else the report of a quick probe. Collective."""
     key = report_key(world)
     cached = world.gather_objects(cache.load(key) if world.rank == 0 else None)[0]
     if cached is not None:
@@ -98,7 +98,7 @@ def report_key(world: World) -> dict[str, Any]:
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Select an origin and a target for each kind of peer in the job. `nodes` has the node index of each rank."""
+    """Select an origin and a target for each kind of peer in the job. `nodes` contains the node index of each rank."""
     pairs = {}
     for origin, node in enumerate(nodes):
         if node in nodes[origin + 1 :]:
@@ -175,7 +175,7 @@ def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
 
 
 def device_on_all_ranks(world: World) -> "Device | None":
-    """Return the device of this rank, or None if any rank has none. Collective."""
+    """Return this rank's device, or None if any rank has no device. Collective."""
     device = None
     if has_gpu():
         from odc_mpi.comm.device.device import find_device

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-#: Text in messages for each kind of peer, named like the fields of `Peers`.
+#: Message text for each kind of peer, keyed by the field names of `Peers`.
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
-#: Name in messages of each operation, named like the fields of `Peer`.
+#: Name of each operation in messages, keyed by the field names of `Peer`.
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
 #: Operations in the order of the trials. The one most likely to fail comes last.
 OPERATIONS = tuple(OPERATION_NAMES)
@@ -30,7 +30,7 @@ DEVICE_OPERATIONS = (
 WRONG = "received data differs from what was sent"
 STALE = "a read returned an old value after a new one had been announced"
 INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
-#: Beginning of the problem of a trial that exceeded its time limit.
+#: Beginning of the problem's description if a trial exceeded its time limit.
 NO_ANSWER = "no answer within"
 
 
@@ -80,8 +80,8 @@ class SharedMemory:
     Attributes:
         readable: True if the ranks on each node can read each other's data with load instructions.
         contiguous: True if the memory segments of the ranks on each node are contiguous.
-        load_s: Time to read 64 bytes of another rank with load instructions, in seconds, including NumPy's overhead.
-            None also if no node has several ranks.
+        load_s: Time in seconds to read 64 bytes of another rank's memory with load instructions, including NumPy's
+            overhead. Also None if no node has several ranks.
     """
 
     readable: bool | None = None
@@ -96,7 +96,7 @@ class DeviceWindows:
     Attributes:
         names: Distinct names of the devices of all ranks.
         cuda_support: Result of MPIX_Query_cuda_support, if the MPI library has this function.
-        mapping_error: Reason that prevents ranks from mapping each other's memory, or "" if they can map it.
+        mapping_error: Reason why ranks cannot map each other's memory, or "" if they can map it.
         window: True if all ranks could create a window together.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results with device memory at the origin. `fetch_and_op` is not tried.
@@ -114,11 +114,11 @@ class DeviceWindows:
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in a trial, which is printed, and stored in JSON, as text.
+    """Problem in a trial. It is printed, and stored in JSON, as a string.
 
     Attributes:
-        where: Name of the trial, such as ("closing",) or ("same_node", "put") or, with windows on devices and the
-            memory at the origin, ("from_device", "same_node", "put").
+        where: Name of the trial, such as ("closing",) or ("same_node", "put"). For operations on device windows, it
+            begins with the memory at the origin, as in ("from_device", "same_node", "put").
         what: `WRONG`, `STALE`, `INCONCLUSIVE`, `NO_ANSWER` followed by a time limit, or another description.
     """
 
@@ -190,7 +190,7 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Convert the result of `to_dict`, or its JSON, to a report. Raise `ValueError` if it is invalid."""
+        """Create a report from the result of `to_dict` or its parsed JSON. Raise `ValueError` if it is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

@@ -39,7 +39,7 @@ HOST = "from_host"
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 #: Maximum number of runs for each large size. The fastest run is used, because the first one may fault in pages.
 LARGE_RUNS = 3
-#: Sizes of the values tested for staleness, in bytes. They take turns, because libraries choose protocols by size.
+#: Sizes of the values tested for staleness, in bytes. They alternate, because libraries choose protocols by size.
 STALENESS_BYTES = (64, 1 << 12, 1 << 16)
 #: Maximum number of small operations over which the median time is computed.
 SMALL_RUNS = 20
@@ -48,7 +48,7 @@ SMALL_RUNS = 20
 LONGER_FACTOR = 3
 #: Maximum time of a one-sided operation with a busy target, as a multiple of its time with an idle target.
 MUCH_LONGER_FACTOR = 20
-#: Lower bound of this maximum, in seconds, for machines with more processes than cores.
+#: Lower bound on this maximum, in seconds, for machines with more processes than cores.
 CROWDED_S = 10e-3
 
 
@@ -78,13 +78,16 @@ Allocate = Callable[[World, np.ndarray], tuple[Sequence[MPI.Win], operations.Buf
 
 
 def allocate(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window with `Win.Allocate`, as for gradients, with the content `values` on this rank. Collective."""
+    """Create a window with `Win.Allocate`, like that for gradients, with `values` as its local content. Collective."""
     win = MPI.Win.Allocate(values.size, 1, MPI.INFO_NULL, world.comm)
     return [win], _filled(win, values)
 
 
 def allocate_shared(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window on the shared memory of each node, as for parameters, with the content `values`. Collective."""
+    """Create a window over memory that each node's ranks share, like that for parameters. Collective.
+
+    Fills this rank's part with `values`. Returns the window and the node's shared window, and this rank's part.
+    """
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
     memory = _filled(shared, values)
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared], memory
@@ -103,8 +106,8 @@ class Trials:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
         origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
-        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. By default, only
-            Get into host memory: with libfabric's tcp provider, Put may be late, but mailboxes detect that themselves.
+        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. The default is
+            Get into host memory only. With libfabric's tcp provider, Put may be late, but mailboxes detect this.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class Trials:
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, str | None]:
         """Try an operation, and return its result and any problem. Collective.
 
-        `name` is a key of `report.OPERATION_NAMES`, `kind` of `pairs`, and `memory` of `origins`.
+        `name`, `kind` and `memory` are keys of `report.OPERATION_NAMES`, `pairs` and `origins`, respectively.
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"

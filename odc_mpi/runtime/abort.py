@@ -18,7 +18,7 @@ from mpi4py import MPI
 #: returns (MPICH), and would leave all processes running.
 ABORT_GRACE_S = 10.0
 #: Time that the launcher has to forward output before the abort, in seconds. On abort, a launcher discards pending
-#: output: without this pause, a traceback once ended after its first line.
+#: output, so without this pause, only the first line of a traceback may appear.
 FORWARD_S = 0.3
 STDERR = 2
 #: Prefix of the names of this package's threads in processes that use MPI.

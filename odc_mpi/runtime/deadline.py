@@ -21,7 +21,7 @@ SLEEP_S = 200e-6
 
 
 class Watchdog:
-    """Thread that calls `on_expiry` when a wait exceeds its deadline, which is `timeout_s` seconds after its beginning.
+    """Thread that calls `on_expiry` when a wait exceeds its deadline, `timeout_s` seconds after the wait began.
 
     Args:
         on_expiry: Function called in the watchdog thread with the description of the wait and its duration so far in

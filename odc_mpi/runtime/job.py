@@ -30,7 +30,7 @@ from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 
-#: Interval at which a rank that finalizes checks for ranks that wait for it in another collective, in seconds.
+#: Interval, in seconds, at which a finalizing rank checks for ranks that are waiting for it in another collective.
 STRANDED_POLL_S = 0.5
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
 #: rank without a heartbeat in this time is stopped or dead. Meanwhile, equally old waits of other ranks expire, too.
@@ -57,7 +57,7 @@ class Progress:
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Register a task: a function that is called periodically, and returns True if it had anything to do."""
+        """Register a task: a function that is called periodically and returns True if it had anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
@@ -75,7 +75,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Call MPI_Iprobe, because some networks progress only within MPI calls, then return `run_tasks()`."""
+        """Call MPI_Iprobe, because some networks make progress only within MPI calls, then return `run_tasks()`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -87,7 +87,7 @@ class Job:
 
     Attributes:
         places: Host of each rank, and its island if there are islands, for error messages.
-        status: Status window. It is None before creation and after being freed, and messages then name no late ranks.
+        status: Status window, or None before creation and after being freed. If None, messages name no late ranks.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
@@ -119,7 +119,7 @@ class Job:
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
         """Return a context manager that sets a deadline for the MPI operation in its block.
 
-        Raises `UserError` if the thread level of MPI does not allow MPI calls from this thread.
+        Raises `UserError` if MPI's thread level does not allow MPI calls from this thread.
         """
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
@@ -133,8 +133,8 @@ class Job:
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
         """Context manager for a collective operation. Publishes this rank's arrival, and sets a deadline.
 
-        `among` are the ranks that take part, or None for all ranks of the job. Only collectives of all ranks are
-        counted in `Status.num_collectives`.
+        `among` contains the ranks that take part, or is None for all ranks of the job. Only collectives of all ranks
+        are counted in `Status.num_collectives`.
         """
         number = 0
         if among is None and self.status is not None:
@@ -148,7 +148,7 @@ class Job:
     def synchronize_before_finalize(self, comm: MPI.Intracomm) -> None:
         """Wait until all ranks are about to close their worlds. Collective.
 
-        Aborts the job if another rank waits in a collective that this rank will not join.
+        Aborts the job if another rank is waiting in a collective that this rank will not join.
         """
         status = self.status
         assert status is not None

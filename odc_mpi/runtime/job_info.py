@@ -11,7 +11,7 @@ _MAX_LISTED = 4
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the ID and the requeue count of this process's Slurm job, or an empty dictionary outside a Slurm job.
 
-    The keys are "slurm_job_id", in the format that Slurm commands expect, and "slurm_restarts".
+    The keys are "slurm_job_id", whose value has the format that Slurm commands expect, and "slurm_restarts".
     """
     if "SLURM_JOB_ID" not in environment:
         return {}

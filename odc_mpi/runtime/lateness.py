@@ -37,11 +37,11 @@ class Status:
     """Status that a rank last published.
 
     Attributes:
-        what: Activity of the rank (see `World.set_status`, also for `microbatch`).
+        what: Activity of the rank. See `World.set_status` for this attribute and for `microbatch`.
         num_collectives: Number of collectives among all ranks at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
-        published_at: Time at which the rank last published its activity, in seconds since the epoch, by its own clock.
+        published_at: Time, by the rank's clock, at which it last published its activity, in seconds since the epoch.
         heartbeat_number: Counter that is incremented by every write of the status.
         heartbeat_missing: True if the rank published nothing between two readings (`mark_missing_heartbeats`). The
             watchdog of a live rank publishes a heartbeat at least once per second, even during computation.
@@ -83,7 +83,7 @@ def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], no
 
 
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait forever if this rank closed its world in the collective number `collective`."""
+    """Return the ranks that would wait forever if this rank closed its world in collective number `collective`."""
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 

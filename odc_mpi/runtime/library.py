@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 
 def library_name(version: str) -> str:
-    """Shorten the result of MPI_Get_library_version, such as to "Open MPI v5.0.11"."""
+    """Shorten the result of MPI_Get_library_version, for example to "Open MPI v5.0.11"."""
     words = re.sub(r"(?i)^MPI VERSION\s*:|\bversion\b\s*:?|,", " ", version.split("\n")[0]).split()
     end = next((i for i, word in enumerate(words) if re.match(r"v?\d", word)), len(words) - 1)
     return " ".join(words[: end + 1])

@@ -82,7 +82,7 @@ def free_shm_bytes() -> int | None:
 def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
     """Raise `UserError` if this node has too little memory, or space in /dev/shm, for `num_bytes` bytes of windows.
 
-    The windows, which `what` describes, are those of all `local_size` ranks.
+    This is the total size of the windows of all `local_size` ranks on the node. `what` describes the windows.
     """
     room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"
     available = available_bytes()
@@ -103,7 +103,7 @@ def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
 def startup_shm_names() -> set[str]:
     """Return the paths of the files in /dev/shm that the MPI library created in MPI_Init and mapped into this process.
 
-    The files are named mpich_shm_* (MPICH) or sm_segment.* (Open MPI). Files of windows are not included.
+    The files are named mpich_shm_* (MPICH) or sm_segment.* (Open MPI). Window files are not included.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -123,7 +123,7 @@ def unlink(names: Iterable[str]) -> None:
 
 
 def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
-    """Unlink the shared-memory files of MPI_Init after all ranks on the node have mapped them. Collective."""
+    """Unlink MPI_Init's shared-memory files after all ranks on the node have mapped them. Collective."""
     # After every pair of ranks has communicated, all have mapped the files.
     node_comm.alltoall([None] * node_comm.Get_size())
     # Every rank unlinks, since any single rank could be killed before it does.

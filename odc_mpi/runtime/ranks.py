@@ -31,7 +31,7 @@ _STOPPED = 75
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager that pauses garbage collection during imports, and exempts imported objects (`gc.freeze`).
+    """Context manager that pauses garbage collection during imports, then exempts all objects from it (`gc.freeze`).
 
     torch and transformers create half a million permanent objects. Garbage collection would take a third of the import
     time, and each later full collection would take 0.2 s, at a different time on every rank.
@@ -52,7 +52,7 @@ def mpi_startup() -> Iterator[None]:
     """Context manager for imports that start MPI. Main thread only.
 
     Ends this process if MPI does not start within ODC_MPI_START_TIMEOUT_S. Raises `UserError` if there is no MPI
-    library, or it does not support the launcher.
+    library, or if the library does not support the launcher.
     """
     from odc_mpi.runtime.start.pmi import check_before_start
 
@@ -83,7 +83,7 @@ def limit_finalize(seconds: float) -> None:
 
 
 def exit_as_interrupted() -> None:
-    """End this process with SIGINT, like an uncaught `KeyboardInterrupt`. The launcher then ends the other ranks."""
+    """End this process with SIGINT, as an uncaught `KeyboardInterrupt` does. The launcher then ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

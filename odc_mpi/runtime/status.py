@@ -33,14 +33,14 @@ PAGE_BYTES = 2 * SLOT_BYTES
 _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<II??dQB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
-#: Time between polls by the background thread, in seconds, and number of MPI calls per poll. The calls let MPI progress
-#: on a computing rank: they suffice for other ranks to read its page, but are too few to slow it down.
+#: Time between polls by the background thread, in seconds, and number of MPI calls per poll. The calls let MPI make
+#: progress on a computing rank: they suffice for other ranks to read its page, but are too few to slow it down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
 #: Time without an answer from any rank after which a reading ends, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
 #: Maximum number of reads in flight. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi#14192).
 MAX_REQUESTS = 64
-#: Number of ranks, from rank 0 on, that connect to all ranks at startup, and can later read the status of any rank.
+#: Number of ranks, starting with rank 0, that connect to all ranks at startup and can later read any rank's status.
 NUM_FIRST_RANKS = 8
 
 
@@ -73,7 +73,7 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self, aborting: bool = True) -> None:
-        """Publish that this rank is about to abort the job or, with False, that it no longer is. Keeps the activity."""
+        """Publish that this rank is (or, with False, no longer is) about to abort the job. Keeps the activity."""
         with self._lock:
             self.aborting = aborting
             self.heartbeat()
@@ -112,7 +112,7 @@ def _read_slot(slot: bytes) -> Status | None:
 
 
 def nearby_ranks(rank: int, size: int) -> list[int]:
-    """Return up to 64 other ranks whose status `rank` reads: the first 8, then the next lower ranks, cyclically."""
+    """Return up to 64 other ranks whose status `rank` reads: the first 8, then the next lower ones, wrapping around."""
     first = range(min(NUM_FIRST_RANKS, size))
     below = ((rank - distance) % size for distance in range(1, size))
     return [other for other in dict.fromkeys([*first, *below]) if other != rank][:MAX_REQUESTS]
@@ -121,7 +121,7 @@ def nearby_ranks(rank: int, size: int) -> list[int]:
 class PageReader:
     """Reader for the pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
 
-    `start` starts reading the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
+    `start` is a function that starts reading a rank's page into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
     """
 
     def __init__(self, start: Callable[[np.ndarray, int], MPI.Request]) -> None:

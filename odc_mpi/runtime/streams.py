@@ -9,8 +9,8 @@ from typing import TextIO
 class Output(io.FileIO):
     """Raw file for the descriptor of a standard stream. It discards all output after the first failed write.
 
-    As a result, a full disk does not end a training run. A closed pipe still raises `BrokenPipeError`. `error` is any
-    other error of the first failed write.
+    As a result, a full disk does not end a training run. A closed pipe still raises `BrokenPipeError`. Any other
+    error from the first failed write is stored in `error`.
     """
 
     error: OSError | None = None
@@ -28,7 +28,7 @@ class Output(io.FileIO):
 
 
 def open_standard_streams() -> Output:
-    """Replace `sys.stdout` and `sys.stderr` with streams over `Output`, and return the `Output` of standard output.
+    """Replace `sys.stdout` and `sys.stderr` with streams over `Output`, and return the `Output` for standard output.
 
     Characters missing from the encoding are written as escape sequences. A closed descriptor is opened on the null
     device, because otherwise the next file to be opened would become the standard stream.

@@ -39,7 +39,7 @@ T = TypeVar("T")
 class World(AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
-    As a context manager, a world closes at the end of the block, except after an error that other ranks may not raise.
+    As a context manager, a world closes at the end of the block unless the block raises an exception.
 
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
@@ -49,7 +49,7 @@ class World(AbstractContextManager["World"]):
     Args:
         comm: Communicator to duplicate, by default MPI_COMM_WORLD.
         timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job. The limit
-            is up to ten times higher while the late ranks publish new activities. Ignored if `job` is given.
+            is up to ten times as long while the late ranks publish new activities. Ignored if `job` is given.
         limit: Name of the setting that defines `timeout_s`, for error messages.
         job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new one, which
             ends when this world closes.
@@ -105,8 +105,8 @@ class World(AbstractContextManager["World"]):
     def split(self, by: str | int) -> "World":
         """Return a new world that contains some of these ranks. Collective unless `by` is "self".
 
-        `by` selects the ranks of the new world: "node" for those on this node, "self" for this rank only, or a number
-        for those that pass the same number. The new world closes when this world does.
+        `by` selects the ranks of the new world: "node" for those on this node, "self" for only this rank, or a number
+        for all ranks that pass the same number. The new world closes when this world does.
         """
         if isinstance(by, int):
             comm = MPI.Intracomm(self.comm.Split(by))
@@ -134,7 +134,7 @@ class World(AbstractContextManager["World"]):
         return self.job.status.memory_model
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish this rank's activity, for the error message of a rank that times out while waiting for this rank.
+        """Publish this rank's activity for the error messages of ranks that time out while waiting for this rank.
 
         Takes a few microseconds and does not communicate. Thread-safe. `what` describes the activity, such as "forward
         of unit layers.3". `microbatch` is the number of the microbatch, starting at 1, or 0 outside microbatches.
@@ -142,7 +142,7 @@ class World(AbstractContextManager["World"]):
         self.job.set_status(what, microbatch)
 
     def set_places(self, places: Sequence[str]) -> None:
-        """Set the text that follows "rank N on" in error messages for each rank of this world, initially its host."""
+        """Set the text that follows "rank N on" in error messages, initially the host, for each rank of this world."""
         for rank, place in zip(self._members or range(self.size), places, strict=True):
             self.job.places[rank] = place
 
@@ -242,14 +242,14 @@ class World(AbstractContextManager["World"]):
         )
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores on which ranks of this host may run, per rank, but at least 1. Collective."""
+        """Return the number of cores per rank on which this host's ranks may run, but at least 1. Collective."""
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
         cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == this_host))
         return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Gather picklable values from all ranks in rank order. Collective. Not for use in training steps."""
+        """Gather picklable values from all ranks in rank order. Collective. Do not use this in training steps."""
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
@@ -270,7 +270,7 @@ class World(AbstractContextManager["World"]):
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if any node has too little memory for its ranks' windows. Collective.
 
-        The windows of this rank, which `what` describes, have `num_bytes` bytes in total.
+        This rank's windows have a total size of `num_bytes` bytes. `what` describes the windows.
         """
         total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):

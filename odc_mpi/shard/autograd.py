@@ -41,7 +41,7 @@ _MANY = 1 << 40
 
 
 class UnshardedParameters(torch.autograd.Function):
-    """Autograd function that returns parameters of an unsharded unit; its backward pass pushes their gradients."""
+    """Autograd function that returns an unsharded unit's parameters and, in its backward pass, pushes gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
@@ -65,9 +65,9 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """Tracker for forward passes of units that are in progress or whose backward pass has not yet run.
+    """Tracker for the units' forward passes that are running or are awaiting their backward passes.
 
-    Within one forward, all lookups of a parameter return the same tensor, unless grad mode or inference mode changes.
+    Within a forward pass, all lookups of a parameter return the same tensor unless grad or inference mode changes.
     """
 
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
@@ -81,7 +81,7 @@ class UnitForwards:
 
     @contextmanager
     def run(self, unit: Unit, *, is_recomputation: bool = False) -> Iterator[None]:
-        """Context manager for a forward pass of a unit, in which the first use of a parameter fetches the unit.
+        """Context manager for a unit's forward pass, in which the first use of a parameter fetches the unit.
 
         `is_recomputation` is True if the pass only recreates saved tensors, so its nodes will have no backward pass.
         Raises RuntimeError on exit if a parameter of the unit was changed in place.
@@ -116,7 +116,7 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Register a backward hook on `output` of a unit's forward pass, or on the first element of a tuple or mapping.
+        """Register a backward hook on a forward pass's `output`, or on its first element if it is a tuple or mapping.
 
         The hook publishes this rank's status and raises RuntimeError if the parameters have changed since that pass. If
         autograd saves references to parameters, no hook is registered, because `SavedTensorHooks` does the same.
@@ -163,7 +163,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager that installs the hooks, except when nested, in a backward pass, or if tensors stay valid."""
+        """Context manager that installs the hooks. No effect if nested, during backward, or if tensors stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

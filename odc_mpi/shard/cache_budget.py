@@ -20,7 +20,7 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.shard.units.unit import Unit
 
-#: Sizes in bytes of a rank's caches for unsharded parameters and for accumulated gradients, or "auto".
+#: Sizes of a rank's caches for unsharded parameters and for accumulated gradients, each in bytes or "auto".
 CacheSizes = tuple[int | Literal["auto"], int | Literal["auto"]]
 
 
@@ -47,7 +47,7 @@ class CacheBudget:
         return key in self._admitted
 
     def discard(self, key: Hashable) -> None:
-        """Remove a key, which frees its bytes in the budget. If the key is not admitted, nothing happens."""
+        """Remove a key and free its bytes in the budget. If the key is not admitted, nothing happens."""
         self.admitted_bytes -= self._admitted.pop(key, 0)
 
 
@@ -61,7 +61,7 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """Sizes between which a model's caches are useful.
+    """Range of sizes in which a model's caches are useful.
 
     Attributes:
         maximum: Sizes that suffice for all units except the root, and for all gradients. A size is 0 if the cache would
@@ -109,7 +109,7 @@ def node_cache_fits(num_bytes: int, free_bytes: int, num_ranks: int, sizes: Cach
 def auto_cache_bytes(
     free_bytes: int, num_ranks: int, needs: CacheBytes, sizes: CacheSizes = ("auto", "auto")
 ) -> CacheBytes:
-    """Return the sizes of a rank's caches. Of two sizes given as "auto", that for parameters is computed first.
+    """Return the sizes of a rank's caches. If both sizes are "auto", that for parameters is computed first.
 
     Args:
         free_bytes: Free memory in bytes, minus optimizer states yet to be allocated. Half is left for activations.
@@ -124,14 +124,14 @@ def auto_cache_bytes(
 
 
 def check_cache_sizes(sizes: CacheSizes) -> None:
-    """Raise `UserError` if a cache size is neither "auto" nor a number of bytes."""
+    """Raise `UserError` if a cache size is neither "auto" nor a nonnegative number of bytes."""
     for setting, value in zip(("parameter_cache_bytes", "gradient_cache_bytes"), sizes, strict=True):
         if value != "auto" and (not isinstance(value, int) or value < 0):
             raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
 
 
 def warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
-    """Warn if a cache has a size above 0 that is too small even for the smallest unit or gradient array."""
+    """Warn if a cache has a nonzero size that is too small for even the smallest unit or gradient array."""
     for kind, what, budget, minimum in (
         ("parameter", "unit", requested.parameters, needs.minimum.parameters),
         ("gradient", "gradient array", requested.gradients, needs.minimum.gradients),

@@ -58,12 +58,12 @@ class FixedPointGradients(GradientFormat):
     """Gradient format that uses 64-bit fixed-point numbers.
 
     Args:
-        numels: Number of elements of each trainable array, by index and in the same order on all ranks.
+        numels: Number of elements in each trainable array, keyed by array index, in the same order on all ranks.
 
     Attributes:
-        relative_error: Total magnitude of the rounding errors of all pushes divided by the total magnitude of the
-            gradients, in the last minibatch with finite gradients; 0 without pushes. For large gradients, both totals
-            are estimated from one eighth of the elements. The value does not depend on the number of ranks.
+        relative_error: Ratio of the total magnitude of all pushes' rounding errors to that of the gradients in the
+            last minibatch with finite gradients, or 0 if nothing was pushed. For large gradients, both totals are
+            estimated from one eighth of the elements. The ratio does not depend on the number of ranks.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:

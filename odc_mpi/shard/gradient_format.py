@@ -31,26 +31,23 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Write gradients of array `index` to the push buffer `flat`, and zeros to all other elements of the buffer.
+        """Write the gradients of array `index` into the push buffer `flat`, and zeros into its other elements.
 
         Args:
-            segments: Pairs of an offset in `flat` and a gradient of any shape to write there, by ascending offset.
-            flat: Buffer, `[n]` of the gradient store's dtype.
+            segments: Pairs of an offset in `flat` and the gradient, of any shape, to write there, sorted by offset.
+            flat: Buffer, `[n]`, with the gradient store's dtype.
         """
 
     @abstractmethod
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Add gradients of array `index` to the local sum `flat`. The arguments are those of `write_flat`."""
+        """Add the gradients of array `index` to the local sum `flat`. The arguments are the same as in `write_flat`."""
 
     def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
         """Record that the local sum `flat` of array `index` is about to be pushed."""
 
     @abstractmethod
     def local_statistics(self) -> np.ndarray:
-        """Return numbers to be summed over all ranks, float64 `[k]`, with the same k on all ranks.
-
-        This call waits for the device.
-        """
+        """Return numbers to sum over all ranks, float64 `[k]`, with the same k on all ranks. Waits for the device."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
@@ -58,7 +55,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Convert `window`, this rank's gradient shard `[n]` of array `index`, to the dtype and device of `like`.
+        """Convert `window`, `[n]`, this rank's gradient shard of array `index`, to the dtype and device of `like`.
 
         If no conversion is needed, the result may be `window` itself. Transfers to a GPU may be asynchronous.
         """
@@ -68,21 +65,21 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return numbers to be summed over all ranks for `norm`, float64 `[k]`, with the same k on all ranks.
+        """Return the numbers to sum over all ranks for `norm`, float64 `[k]`, with the same k on all ranks.
 
-        `gradients` contains the gradients of this rank's slices, by array index.
+        `gradients` contains the gradients of this rank's slices, keyed by array index.
         """
 
     @abstractmethod
     def norm(self, totals: np.ndarray) -> float:
-        """Compute the norm of all gradients from `totals`, the sums of `sum_of_squares` over all ranks, float64 `[k]`.
+        """Compute the norm of all gradients from `totals`, float64 `[k]`, the sums of `sum_of_squares` over all ranks.
 
         The norm is NaN or infinite if a gradient is not finite.
         """
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return scaled bounds on this rank's pushes, by array index. A bound is finite unless a gradient is not."""
+        """Return scaled bounds on this rank's pushes, keyed by array index. A bound is finite if the gradients are."""
 
 
 class FloatGradients(GradientFormat):

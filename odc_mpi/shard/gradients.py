@@ -48,14 +48,14 @@ class AccumulatedGradient:
 
 
 class GradientPusher:
-    """Accumulator that sums gradients locally if the budget allows it, and pushes them to their owners.
+    """Accumulator that sums gradients locally if the budget allows, and pushes them to their owners.
 
     Args:
         prefetch: Maximum number of pushes in flight, which run on a separate thread. If `prefetch` is 0 or the
             transport is not thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
-        gradient_format: Number format of the gradients, fixed-point if the store has an integer dtype.
+        gradient_format: Number format of the gradients, which is fixed-point if the store has an integer dtype.
         cache: Memory budget for local sums. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward pass is the last one in this minibatch. Set by the model.
         parameters_with_gradient: Names of the parameters that have received a gradient since `start`.
@@ -85,7 +85,7 @@ class GradientPusher:
         self.parameters_with_gradient: set[str] = set()
 
     def start(self) -> None:
-        """Start a minibatch, in which `push` may be called until `finish`."""
+        """Start a minibatch. `push` may then be called until `finish` is called."""
         self._open = True
         self.is_last_backward = False
         self.gradient_format.start()

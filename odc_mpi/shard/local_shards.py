@@ -24,8 +24,8 @@ from odc_mpi.comm.transport import Group, Transport
 from odc_mpi.shard.gradient_format import GradientFormat
 from odc_mpi.shard.partition import ParametersByUnit
 
-#: PyTorch optimizers that compute the update of an element only from the gradients of that element. Others may need
-#: the rows and columns of a matrix or the norm of a parameter, but a rank has only slices of flattened parameters.
+#: PyTorch optimizers that compute each element's update only from that element's gradients. Other optimizers may need
+#: a matrix's rows and columns or a parameter's norm, but a rank has only slices of flattened parameters.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
     optim.Adam,
@@ -51,7 +51,7 @@ _UNSUPPORTED_REASONS = {
 
 
 class WeightSource(Protocol):
-    """Source of initial parameter values, such as files, random numbers or a module, that is read in slices."""
+    """Source from which initial parameter values are read in slices, such as files, random numbers or a module."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements `[start, stop)` of the flattened parameter `name`, in any floating-point dtype.
@@ -77,7 +77,7 @@ class ModuleWeightSource(WeightSource):
 
 @dataclass
 class LocalShard:
-    """Slice of a parameter on this rank, as a tensor for the optimizer, with the index of its flat array."""
+    """This rank's slice of a parameter, the tensor that the optimizer updates, and the index of the flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -85,7 +85,7 @@ class LocalShard:
 
 
 class LocalShards:
-    """This rank's slices of all parameters. Slices of trainable parameters are on the device of the optimizer.
+    """This rank's slices of all parameters. Slices of trainable parameters are on the optimizer's device.
 
     Attributes:
         trainable: Slices of the trainable parameters, in layout order. Empty slices are included, so that the list
@@ -111,7 +111,7 @@ class LocalShards:
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
-        """Read this rank's slices from `weights`. Collective if `weights.read` is. Call `write_back` afterwards."""
+        """Read this rank's slices from `weights`. Collective if `weights.read` is. Call `write_back` afterward."""
         for slice_, tensor in self.all_slices():
             tensor.copy_(weights.read(slice_.spec.name, slice_.start, slice_.stop))
 
@@ -139,7 +139,7 @@ class LocalShards:
             shard.parameter.grad = _view(by_index[shard.index], shard.slice)
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return the `.grad` tensors of the trainable slices that have one, by the index of the flat array."""
+        """Return the `.grad` tensors of all trainable slices that have one, keyed by the index of the flat array."""
         by_index: dict[int, list[torch.Tensor]] = {}
         for shard in self.trainable:
             if shard.parameter.grad is not None:
@@ -174,7 +174,7 @@ class LocalShards:
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or its `elementwise` attribute is True."""
+    """Raise ValueError unless the class of `optimizer` is in `ELEMENTWISE` or `optimizer.elementwise` is True."""
     # Not isinstance, because a subclass need not be element-wise.
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return

@@ -27,7 +27,7 @@ class MinibatchStats:
     Attributes:
         local: This rank's values by name, initially 0. Add to them during the minibatch.
         finite: True if the gradients, summed over all ranks, are finite.
-        sums: Argument `sums` of `report`, summed over all ranks, float64 `[k]`.
+        sums: The `sums` argument of `report`, summed over all ranks, float64 `[k]`.
         pushed: For each trainable parameter, True if any rank that trains the same model pushed a gradient for it.
     """
 
@@ -54,7 +54,7 @@ class MinibatchStats:
     def receive_reports(self, reports: np.ndarray, own_rows: slice = slice(None)) -> None:
         """Set `sums`, `pushed` and the values of each rank from all ranks' reports, one row per rank.
 
-        `own_rows` are the rows of the ranks that train the same model as this rank. Only they determine `pushed`.
+        `own_rows` selects the ranks that train the same model as this rank. Only their rows determine `pushed`.
         """
         count = len(self.sums)
         sums, values, words = np.split(reports, [count, count + len(self.local)], axis=1)
@@ -64,9 +64,9 @@ class MinibatchStats:
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
-        """Return each rank's value called `name`, float64 `[ranks]`."""
+        """Return the value `name` of each rank, float64 `[ranks]`."""
         return self._of_ranks[name]
 
     def sum(self, name: str) -> float:
-        """Return the sum over all ranks of the value called `name`, bitwise identical on every rank."""
+        """Return the sum of the value `name` over all ranks, which is bitwise identical on every rank."""
         return float(self.per_rank(name).sum())

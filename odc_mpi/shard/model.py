@@ -49,14 +49,14 @@ class ShardedModel:
         module: Module whose floating-point parameters are moved into the transport's shards. Its buffers and integer
             parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. It is closed along with the model.
-        prefetch: Number of units to fetch ahead, and maximum number of pushes in flight, which is at least 1. Units are
+        prefetch: Number of units to fetch ahead. Up to max(1, `prefetch`) pushes may be in flight. Units are
             prefetched only if fetches are one-sided, transfer data, and may run on another thread or need none.
         optimizer_device: Device of this rank's slices of trainable parameters. None means the host.
-        dtypes: Dtypes of the parameters whose dtype differs from that of the transport, by dotted name.
+        dtypes: Dtypes, keyed by dotted name, of the parameters whose dtype differs from that of the transport.
 
     Attributes:
         module: The given module, whose `parameters()` are now placeholders.
-        units: Units (groups of parameters that are fetched together) that have any parameters, root first.
+        units: Nonempty units (groups of parameters that are fetched together), root first.
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
         spans: Recorder for the time that this rank spends on communication and other activities.
@@ -135,10 +135,10 @@ class ShardedModel:
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        Each slice, `[n]`, contains consecutive elements of the flattened parameter. Its dtype is fp32, or that of the
-        parameter if it is wider. All ranks have the same number of slices, in the same order, so that each rank can
-        create an optimizer. A slice is empty if other ranks own the whole parameter. After a minibatch, `.grad` is None
-        if no rank used the parameter, and in any case for empty slices, for which optimizers therefore keep no state.
+        Each slice, `[n]`, contains consecutive elements of the flattened parameter. Its dtype is fp32, or the
+        parameter's dtype if that is wider. All ranks have the same number of slices, in the same order, so that each
+        rank can create an optimizer. A slice is empty if other ranks own the whole parameter. After a minibatch,
+        `.grad` is None if no rank used the parameter. It is always None for empty slices, so optimizers skip them.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
@@ -150,13 +150,13 @@ class ShardedModel:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values.
 
         Change values of trainable parameters only between the end of a minibatch and `publish()`. Never change values
-        of frozen parameters, because nodes cache these. Slices of trainable parameters have the same dtypes as in
+        of frozen parameters, because nodes cache them. Slices of trainable parameters have the same dtypes as in
         `shard_parameters()`, and those of frozen parameters have the dtypes of their shards.
         """
         return self._local_shards.all_slices()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of all sharded parameters by dotted name."""
+        """Return the full shapes of all sharded parameters, keyed by dotted name."""
         return {name: range_.spec.shape for unit in self.units for name, (_, range_) in unit.ranges.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -203,15 +203,15 @@ class ShardedModel:
     def set_is_last_backward(self) -> None:
         """Announce that the next backward pass is the last one in this minibatch. This call is optional.
 
-        It makes the model push locally accumulated gradients as soon as they are complete, which overlaps the pushes
-        with computation. Otherwise, these gradients are pushed at the end of the minibatch. With islands, they may also
-        be sent to other islands at once, after which a backward pass through the same unit raises RuntimeError.
+        The model then pushes locally accumulated gradients as soon as they are complete, which overlaps the pushes with
+        computation. Otherwise, it pushes them at the end of the minibatch. With islands, a unit's gradients may also
+        be sent to other islands immediately. A later backward pass through that unit then raises RuntimeError.
         """
         self._pusher.is_last_backward = True
 
     @property
     def cache_bytes(self) -> CacheBytes:
-        """Maximum sizes of this rank's caches of unsharded units and of accumulated gradients, initially 0.
+        """Maximum sizes of this rank's caches for unsharded units and for accumulated gradients, initially 0.
 
         Sizes may differ between ranks. Memory beyond `cache_needs.maximum` remains unused. Setting the sizes is
         one-sided and clears both caches, so do this only between minibatches.
@@ -228,7 +228,7 @@ class ShardedModel:
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """Sizes between which the two caches in `cache_bytes` are useful."""
+        """Range of sizes in which the two caches in `cache_bytes` are useful."""
         return CacheNeeds.measure(self.units, self._transport)
 
     @contextmanager
@@ -255,7 +255,7 @@ class ShardedModel:
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Return a context manager that publishes `what`, instead of the unit in use, as the status of this rank.
+        """Return a context manager that publishes `what`, instead of the unit in use, as this rank's status.
 
         Forward passes in the enclosed code, for example in generation, do not count as microbatches. Other ranks' error
         messages insert `what` after "was last seen". The context manager yields a function that replaces `what`.
@@ -266,7 +266,7 @@ class ShardedModel:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
         Returns the total norm before scaling. If it is not finite, the gradients are not scaled. If islands train
-        separately, each clips by its own norm and returns that, and `replica_norms` contains the norm of each island.
+        separately, each clips by its own norm and returns it, and `replica_norms` contains the norm of each island.
         """
         self._require_phase(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()

@@ -26,7 +26,7 @@ class OnDemandParameters(dict[str, Any]):
 
     Args:
         find: Function that returns the full parameter for a given dotted name.
-        names: Dotted names of the sharded parameters, by the keys of this dict.
+        names: Dotted names of the sharded parameters, by their keys in this dict.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Raise ValueError if a module or any of its submodules has been sharded before, even if its model was closed."""
+    """Raise ValueError if a module or any of its submodules has been sharded before, even if the model was closed."""
     for name, submodule in module.named_modules():
         if isinstance(submodule._parameters, OnDemandParameters):
             what = name or type(module).__name__
@@ -58,7 +58,7 @@ class Placeholders:
     """NaN-filled placeholders for sharded parameters, with checks that they are neither optimized nor saved.
 
     Construction replaces the `_parameters` of all modules in `names` with `OnDemandParameters`, and makes their
-    `state_dict()` raise RuntimeError. The original parameters must not be optimized, either, but are not kept alive.
+    `state_dict()` raise RuntimeError. The original parameters must not be optimized either, and are not kept alive.
     """
 
     def __init__(self, names: NamesByModule, transport: Transport, forwards: UnitForwards) -> None:
@@ -91,7 +91,7 @@ class Placeholders:
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
-        """Context manager in which the modules allow `state_dict()`."""
+        """Context manager in whose block the modules' `state_dict()` is allowed."""
         self._can_be_saved = True
         try:
             yield
@@ -145,8 +145,8 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 def materialized_parameters(names: NamesByModule, unsharded: UnshardedUnits) -> Iterator[None]:
     """Context manager that installs full parameters without gradients in the modules. One-sided.
 
-    Units that are not unsharded are fetched first. Forward passes are then as fast as those of an unsharded module,
-    without the microseconds of Python that on-demand parameter lookups cost, which matters in decoding.
+    Units that are not unsharded are fetched first. Forward passes are then as fast as those of an unsharded module.
+    They avoid on-demand parameter lookups, each of which costs microseconds of Python time. This matters in decoding.
 
     All units together must fit into the cache, or be views that stay valid. In the enclosed code, units must not be
     resharded, and forward passes are not tracked. Nested calls have no effect.

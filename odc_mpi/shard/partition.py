@@ -15,10 +15,10 @@ from odc_mpi.shard.units.unit import Unit
 
 #: Selector for units: a class, a class name or a submodule.
 UnitChoice = type | str | nn.Module
-#: For each module, its parameters' dotted names by their keys in `module._parameters`. Tied keys have the same name.
+#: Dotted names of each module's parameters, by their keys in `module._parameters`. Tied keys have the same name.
 NamesByModule = dict[nn.Module, dict[str, str]]
-#: For each unit's dotted name ("" for the root), its parameters by dotted name, in module order. A tied parameter is
-#: included once, under its first dotted name.
+#: Parameters of each unit by dotted name, in module order, keyed by the unit's dotted name ("" for the root). A tied
+#: parameter is included once, under its first dotted name.
 ParametersByUnit = dict[str, dict[str, nn.Parameter]]
 
 
@@ -31,8 +31,8 @@ def partition(
         units: Classes, class names or instances of submodules. None selects the classes in `module._no_split_modules`.
 
     Returns:
-        Three values: the parameters of the units that have any, root first and the others in module order; the names of
-        the parameters by module; and a dict that maps every dotted name of a parameter to its first dotted name. A
+        Three values: the parameters of each nonempty unit, root first and the others in module order; the names of the
+        parameters by module; and a dict that maps every dotted name of a parameter to its first dotted name. A
         parameter has several names if it is tied or its module is shared.
 
     Raises:
@@ -85,7 +85,7 @@ def describe_tensors(
 ) -> str:
     """Return a description of all tensors in a module, one per line, for comparing models between ranks.
 
-    `dtypes` contains, by dotted name, the dtypes of parameters in the shards that differ from `dtype`.
+    `dtypes` maps dotted names of parameters to their dtypes in the shards, if these differ from `dtype`.
     """
     lines = []
     for unit_name, part in parts.items():
@@ -100,9 +100,9 @@ def describe_tensors(
 def make_units(
     parts: ParametersByUnit, num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create units, and layouts of their flat arrays, each divided among `num_owners` ranks on `num_islands` islands.
+    """Create units and layouts of their flat arrays, divided among `num_owners` ranks on `num_islands` islands.
 
-    The parameters of a unit are divided among arrays by dtype, and by whether they are trainable, trainable ones first.
+    A unit's parameters are divided among arrays by dtype and by whether they are trainable, with trainable ones first.
     `dtypes` contains, by dotted name, the dtypes that differ from that of the parameter store.
     """
     units: list[Unit] = []

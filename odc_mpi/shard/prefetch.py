@@ -51,7 +51,7 @@ class PrefetchPredictor:
 
 
 class CommunicationThread:
-    """Thread that runs transport operations one after another, and that starts with the first operation.
+    """Thread that runs transport operations one after another. It starts when the first operation is scheduled.
 
     The thread belongs to a `ThreadPoolExecutor`, so the interpreter joins it at exit, before MPI is finalized. This
     does not hang, because an operation that exceeds its deadline ends the job.
@@ -63,8 +63,8 @@ class CommunicationThread:
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
         """Schedule `operation`, such as a `start_fetch` or `push`, to run on the thread until its `Work` is complete.
 
-        Do not access the memory of the arguments before `wait` of the returned handle has returned. If the operation
-        raises an exception, so does `wait`.
+        Do not access the memory of the arguments until the `wait` method of the returned handle has returned. If the
+        operation raises an exception, so does `wait`.
         """
         return Work(self._executor.submit(_complete, [operation, *arguments]).result)
 

@@ -124,7 +124,7 @@ class Usage:
 
     @property
     def bytes_between_islands(self) -> int:
-        """Bytes per minibatch of gradients to other islands and of parameters from them; 0 without islands."""
+        """Bytes of gradients sent to, and parameters received from, other islands per minibatch; 0 without islands."""
         exchange = self._transport.exchange
         return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
 
@@ -144,7 +144,7 @@ def in_backward() -> bool:
 
 
 class ActivityReporter:
-    """Reporter that publishes this rank's activity for others to print if they time out waiting for this rank.
+    """Reporter that publishes this rank's activity for other ranks to print if they time out waiting for it.
 
     It publishes, for example:
 

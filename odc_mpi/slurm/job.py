@@ -39,14 +39,14 @@ class SlurmJob:
     Attributes:
         headline: First line of the comment at the start of the script.
         usage: Command line that submits the script, shown in the same comment.
-        mpi: Value of `srun --mpi`, as a bash expression.
+        mpi: Value for `srun --mpi`, as a bash expression.
         choices: Values of sbatch options that a site may require, keyed by the names in `_CHOICES`.
         arguments: Arguments for `odc-mpi train`, to which the script appends its own arguments.
         stage: Directory on each node to which the data set is copied, by default $STAGE. If that is not set either,
             nothing is copied.
         data: Path of the data set to copy, by default $DATA.
-        array: Value of `sbatch --array`, or "" for a single job.
-        settings: Bash code that appends settings to the script's arguments, ending with a line break.
+        array: Value for `sbatch --array`, or "" for a single job.
+        settings: Bash code, ending with a line break, that appends settings to the script's arguments.
     """
 
     headline: str
@@ -82,7 +82,7 @@ class SlurmJob:
 
 
 def submit(script: str) -> int:
-    """Pass a script's text to sbatch, and return the exit code. Raises `UserError` if sbatch is not on the PATH."""
+    """Pass a script to sbatch, and return sbatch's exit code. Raises `UserError` if sbatch is not on the PATH."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")

@@ -82,8 +82,8 @@ def child_main(main: Callable[[Callable[[ChildMessage], None]], None]) -> None:
     """Run the main function of a child process that `run_in_child` started.
 
     An exception ends only this process: under some launchers, MPI_Abort would also end the parents, and the parent of
-    rank 0 still has to print the result. The argument of `main` is a function that sends a message to the parent of
-    rank 0, and does nothing on other ranks.
+    rank 0 still has to print the result. The argument passed to `main` is a function that sends a message to the
+    parent of rank 0, and that does nothing on other ranks.
     """
     try:
         with os.fdopen(int(sys.argv[-1]), "w") as out:
@@ -111,7 +111,7 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
         command: Command that starts the child. The file descriptor for messages is appended as its last argument.
         rank: Rank of this process (`launched_rank`).
         deadline_s: Time in seconds after which a child is considered to have failed.
-        quiet_s: Time in seconds since its last message after which the child of rank 0 is considered to have failed.
+        quiet_s: Time in seconds without a new message after which the child of rank 0 is considered to have failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())

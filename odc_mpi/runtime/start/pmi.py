@@ -49,7 +49,7 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Raise `UserError` if the launcher started several processes, but `size`, that of MPI_COMM_WORLD, is 1."""
+    """Raise `UserError` if the launcher started several processes, but `size`, the size of MPI_COMM_WORLD, is 1."""
     # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
     names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     started, variable = max((int(os.environ.get(name) or 0), name) for name in names)
@@ -66,7 +66,10 @@ def srun_advice() -> str | None:
 
 
 def srun_mpi() -> str:
-    """Return the value of srun --mpi for this MPI library, or "pmix" if it is unknown. Does not initialize MPI."""
+    """Return the value for `srun --mpi` that suits this MPI library, or "pmix" if the library is missing or unknown.
+
+    Does not initialize MPI.
+    """
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -88,7 +91,7 @@ def _is_slurm() -> bool:
 
 
 class PmiRelay:
-    """Relay for messages between a child process and a launcher that uses PMI. Does nothing under other launchers.
+    """Relay for messages between a child process and a PMI launcher. Does nothing under other launchers.
 
     The child needs the variables in `environment`. Its requests to abort the job are not forwarded, but set
     `abort_requested`. In PMI 1 and PMI 2, a message arrives in one read and is answered before the next one is sent.

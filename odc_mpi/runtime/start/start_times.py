@@ -4,13 +4,13 @@ import os
 import time
 from pathlib import Path
 
-#: Phases, in order. `other` is the setup without its parts `windows` and `weights`. `evaluation` is everything that
+#: Phases, in order. `other` is the setup except for `windows` and `weights`. `evaluation` is everything that
 #: callbacks do before the first step, such as computing reference log-probabilities.
 PHASES = ("imports", "mpi", "inputs", "probe", "windows", "weights", "other", "evaluation", "first_step")
 
 
 class StartTimes:
-    """Stopwatch for the startup phases. The first phase began at `began`, a time of `time.perf_counter`.
+    """Stopwatch for the startup phases. `began` is the start of the first phase, a value of `time.perf_counter`.
 
     `seconds` contains the duration of each phase so far, keyed by the names in `PHASES`.
     """
@@ -20,7 +20,7 @@ class StartTimes:
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """End `phase`, which began when the last one ended. Seconds in `parts` count toward other phases instead."""
+        """End `phase`, which began when the previous one ended. Seconds in `parts` count toward other phases."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():

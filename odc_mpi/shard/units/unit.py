@@ -42,7 +42,7 @@ class Unit:
         name: Dotted name of the submodule; "" for the root.
         indices: Indices of the arrays in the transport.
         is_root: True if this is the unit of the root module.
-        ranges: For each parameter, by dotted name, the index of its array in `layouts` and its position in the array.
+        ranges: Index in `layouts` of each parameter's array, and the position in that array, keyed by dotted name.
         arrays: Full arrays while the unit is unsharded, otherwise empty.
         num_running_forwards: Number of running forward passes. While it is not 0, the unit is not resharded.
     """
@@ -89,7 +89,7 @@ class Unit:
             transport.parameters.release(array)
 
     def invalidate(self) -> None:
-        """Make autograd reject later uses of saved parameters of this unit, because their values will change."""
+        """Make autograd reject later uses of this unit's saved parameters, because their values will change."""
         for name, (full, _) in self._aliases.items():
             torch.autograd.graph.increment_version(full)
             self._aliases[name] = full, full._version

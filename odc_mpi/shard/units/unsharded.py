@@ -26,8 +26,8 @@ from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.step_phases import ActivityReporter, SpanRecorder, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 
-#: Maximum number of unsharded units, not counting the root, units in a running forward and units within the cache: one
-#: that is in use, and one that is being fetched or resharded. Each prefetched unit beyond the first adds one.
+#: Maximum number of unsharded units, not counting the root, units in a running forward pass, and units in the cache:
+#: one that is in use, and one that is being fetched or resharded. Each prefetched unit beyond the first adds one.
 MAX_UNSHARDED_UNITS = 2
 
 
@@ -43,7 +43,7 @@ class UnshardedUnits:
         cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views
             or are collective.
         parameter_version: Version of the parameters, incremented by `invalidate`.
-        fetch_allowed: False while owners may write to their shards, when fetches raise RuntimeError. Set by the model.
+        fetch_allowed: False while owners may write to their shards. Fetches then raise RuntimeError. Set by the model.
         reshard_forbidden: True while modules hold the tensors of the units (`modules.materialized_parameters`).
     """
 
@@ -133,10 +133,7 @@ class UnshardedUnits:
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Reshard all units, and make autograd reject later uses of their parameters. One-sided.
-
-        Call this before the parameters change.
-        """
+        """Reshard all units before their parameters change, and make autograd reject later uses of them. One-sided."""
         self.reshard_all()
         for unit in self.units:
             unit.invalidate()
@@ -242,7 +239,7 @@ class UnshardedUnits:
 
 
 class CollectivelyUnshardedUnits(UnshardedUnits):
-    """Unsharded units for collective fetches, the baseline in benchmarks.
+    """Unsharded units that are fetched collectively, as in the baseline for benchmarks.
 
     All ranks must fetch the same units in the same order. The units therefore follow FSDP's schedule: a unit is
     resharded after its forward pass and, in a backward pass, when the next unit is fetched. The root unit stays
