@@ -52,7 +52,7 @@ _LOGITS_COPIES = 2
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Memory that a rank needs for the purpose `name`, in bytes. `on_gpu` is False if it is on the host."""
+    """Memory, in bytes, that a rank needs for the purpose `name`. `on_gpu` is False for host memory."""
 
     name: str
     num_bytes: int
@@ -62,8 +62,8 @@ class MemoryPart:
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     """Print the memory per rank, the number of steps and, except for GRPO, the first microbatch of a run. Collective.
 
-    The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. No file is
-    written, except for downloaded models. Raises `AllRanksUserError` if the settings, data or model cannot be used.
+    The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. No files are
+    written except downloaded models. Raises `AllRanksUserError` if the settings, data or model cannot be used.
     """
     config = resolve_settings(config, world)[0]
     config = world.run_on_all(lambda: apply_exact_settings(config))
@@ -145,10 +145,10 @@ def estimate_memory(
     *,
     accumulates: bool = True,
 ) -> list[MemoryPart]:
-    """Return the parts of the peak memory of the rank that needs the most. `config` is resolved (see `with_device`).
+    """Return the parts of peak memory on the rank that needs the most. `config` must be resolved (see `with_device`).
 
-    `lengths` are the numbers of tokens of the sequences in the largest microbatch. `accumulates` is True if a rank may
-    have several microbatches per step, and so caches the sum of their gradients.
+    `lengths` contains the number of tokens in each sequence of the largest microbatch. `accumulates` is True if a rank
+    may run several microbatches per step and therefore caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
     # On several nodes only if the doctor has proved the operations, which is not known here.

@@ -56,7 +56,7 @@ class PeriodicEvaluator(Callback, ABC):
             self._evaluate_into(metrics)
 
     def on_step_end(self, step: Step) -> None:
-        """If an evaluation is due after this step, run it and add its metrics to those of the step. Collective."""
+        """If an evaluation is due after this step, run it and add its metrics to the step's metrics. Collective."""
         every, number = self._run.eval_every, step.number
         if number == self._run.steps or (every and number % every == 0):
             try:
@@ -75,7 +75,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class ForwardPass:
-    """Runs forward passes over sequences of `dataset`. Ranks claim the microbatches. Construction is collective."""
+    """Runs forward passes over sequences in `dataset`. Ranks claim the microbatches. Construction is collective."""
 
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -91,16 +91,16 @@ class ForwardPass:
         self._tickets = Tickets(world)
 
     def plan(self, indices: npt.NDArray[np.int64]) -> Minibatch:
-        """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`, equal on all ranks."""
+        """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`, which must be equal on all ranks."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
         return self._placeholders.apply(Minibatch(0, 0, indices, plan, world.rank, self.dataset))
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
-        """Call `score` on each microbatch, without gradients, and return the results of all ranks. Collective.
+        """Call `score` on each microbatch without gradients, and return the results of all ranks. Collective.
 
-        The results must be picklable, and have no fixed order. Before the next call, the ranks must synchronize.
-        Raises `DamageFoundError` on every rank if any rank could not read a sequence.
+        The results must be picklable, and are returned in no particular order. The ranks must synchronize before the
+        next call. Raises `DamageFoundError` on every rank if any rank could not read a sequence.
         """
         results, training = [], self._model.module.training
         self._model.eval()
@@ -117,7 +117,7 @@ class ForwardPass:
 
 
 def held_out_pass(config: Config, world: World, model: ShardedModel, inputs: Inputs) -> ForwardPass | None:
-    """Return the forward pass over the held-out data set, or None if there is none. Collective."""
+    """Return a forward pass over the held-out sequences, or None if the run has none. Collective."""
     dataset = inputs.evaluation
     return ForwardPass(config, world, model, inputs, dataset) if isinstance(dataset, Dataset) else None
 
@@ -144,7 +144,7 @@ class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
 
 
 class PairEvaluator(HeldOutEvaluator[PairScorer]):
-    """Reports loss and statistics of a `PairScorer` on held-out pairs, named as in training but prefixed by `eval_`."""
+    """Reports a `PairScorer`'s loss and statistics on held-out pairs. Their names have the prefix `eval_`."""
 
     def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: PairScorer) -> None:
         super().__init__(run, model, forward_pass, scorer)
@@ -173,7 +173,7 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
 
 
 class LossEvaluator(HeldOutEvaluator[TokenLogps]):
-    """Computes the loss, the perplexity and the token accuracy of the model on held-out sequences."""
+    """Computes the model's loss, perplexity and token accuracy on held-out sequences."""
 
     summary: ClassVar = {**HeldOutEvaluator.summary, "eval_perplexity": SummaryField("eval_perplexity", "last")}
 

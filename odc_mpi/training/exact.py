@@ -24,13 +24,13 @@ from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
 
-#: Environment variables that determine which instructions the libraries called by torch use.
+#: Environment variables that determine which instructions are used by the libraries that torch calls.
 NUMERICS_ENV_VARS = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
 )
 _CPUINFO = Path("/proc/cpuinfo")
-#: Values that an exact run does not support, each with the supported ones and the reason. `run.device`: only with GRPO.
+#: Values that an exact run does not support, each with the supported ones and the reason. `run.device`: only for GRPO.
 _UNSUPPORTED = {
     "data.balance": ("lb_micro", "lb_mini or dynamic", "its microbatches depend on the number of ranks"),
     "data.context_parallel": ("auto", "off", "its chunks depend on the number of ranks"),
@@ -76,7 +76,7 @@ def deterministic_algorithms(config: Config) -> Iterator[None]:
 
 
 class ExponentCallback(Callback):
-    """Saves and restores the exponents of fixed-point gradients, and reports the rounding error of these gradients."""
+    """Saves and restores the exponents of fixed-point gradients, and reports the rounding error of those gradients."""
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
 
@@ -87,15 +87,15 @@ class ExponentCallback(Callback):
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the rounding error of the gradients, relative to their magnitude, to the metrics of the step."""
+        """Add the rounding error of the gradients, relative to their magnitude, to the step's metrics."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exponents of all gradient arrays for the next minibatch, as the entry `fixed64_exponents`."""
+        """Return the exponents that all gradient arrays use in the next minibatch, as the entry `fixed64_exponents`."""
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the exponents, if the checkpoint has any. Raises `UserError` unless each array has one."""
+        """Restore the exponents, if the checkpoint has any. Raises `UserError` unless there is one per array."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return
@@ -110,8 +110,8 @@ class ExponentCallback(Callback):
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    Raises `AllRanksUserError` if the fingerprints differ, except in the processor, which causes a warning. If
-    `resume_point` continues this run, a change of `run.threads` raises the same error; other changes cause a warning.
+    Raises `AllRanksUserError` if the fingerprints differ, or prints a warning if they differ only in the processor. If
+    `resume_point` continues this run, a change to `run.threads` raises the same error; other changes cause a warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)
@@ -140,7 +140,7 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return the numerics fingerprint for a device (cpu or cuda), as a dictionary that maps names to values."""
+    """Return the numerics fingerprint for a device (cpu or cuda) as a dictionary that maps names to values."""
     fingerprint = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

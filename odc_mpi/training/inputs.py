@@ -33,13 +33,13 @@ TrainingData = Dataset | PromptDataset
 
 @dataclass
 class Inputs:
-    """Checked inputs of a run. The model is on the meta device, and has adapters if the run trains adapters."""
+    """Checked inputs of a run. The model is on the meta device, and has adapters if the run trains them."""
 
     dataset: TrainingData
     model: models.MetaModel
     loader: Loader | PromptLoader
     evaluation: TrainingData | None = None
-    #: Sizes of the buffers for keys and values, or the reason (text) why no sequence can be split; None if
+    #: Sizes of the key and value buffers, a string that explains why no sequence can be split, or None if
     #: `data.context_parallel` is off.
     context_parallel: KVSizes | str | None = None
 
@@ -66,8 +66,8 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
-    `num_islands` is the number of islands if they train separately, or else 1. Raises `UserError` if settings, data and
-    model do not match, or if a file cannot be used.
+    `num_islands` is the number of islands if they train separately, and 1 otherwise. Raises `UserError` if the
+    settings, data and model do not match, or if a file cannot be used.
     """
     _validate_context_parallel(config)
     objective = config.run.objective
@@ -217,12 +217,12 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model to use until times are measured. For `data.cost: fitted`, it is the `flops` model."""
+    """Return the cost model to use before any times are measured. For `data.cost: fitted`, it is the `flops` model."""
     return CostModel() if config.cost == "linear" else meta_model.flops
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return a model of a sequence's FLOPs: 6 per token and trainable parameter, 4 per frozen one, plus attention."""
+    """Return a model of a sequence's FLOPs: per token, 6 per trainable and 4 per frozen parameter, plus attention."""
     return replace(meta_model.flops, linear=meta_model.flops.linear * (2 + trained_fraction) / 3)
 
 
@@ -289,7 +289,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
 def build_model(
     config: ModelConfig, seed: int, rank: int = 0, size: int = 1, task: Task = CAUSAL_LM
 ) -> models.MetaModel:
-    """Build the model on the meta device, without its adapters. Each rank verifies a share of an adapter's base."""
+    """Build the model on the meta device, without adapters. If it has any, each rank verifies a share of their base."""
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)
     assert config.config is not None, "config.load requires one of model.path and model.config"

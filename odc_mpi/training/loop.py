@@ -44,7 +44,7 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches. The caller must train on each before the next one. May be one-sided."""
+        """Yield this rank's microbatches. The caller must train on each before getting the next. May be one-sided."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""
@@ -55,14 +55,14 @@ class Objective(Callback, ABC):
     """Base class for training objectives, which compute the loss to minimize. Subclasses report the metric `loss`.
 
     `gathered_names` names the loss, followed by the `statistics`. These values are summed over the microbatches of a
-    step, or reduced by `extremes`. Summands are rounded, so that sums do not depend on the order of the microbatches.
+    step, or reduced by `extremes`. Summands are rounded so that sums do not depend on the order of the microbatches.
 
     Attributes:
-        extremes: `min` or `max` for each statistic whose minimum or maximum is reported instead of the sum, by name.
+        extremes: `min` or `max`, keyed by the names of statistics for which it is reported instead of the sum.
         max_summand: Bound for `round_for_exact_sum`: sums are exact as long as they are below 2**8 times this number.
-        loss_normalizer: Divisor of the summed gradients. `on_gathered` may lower it.
-        statistics: Further values from the last microbatch, `[k]`, such as metrics, on the model's device. Set by
-            `loss`. `on_microbatch_end` gets them as `MicrobatchResult.statistics`, so `loss` need not wait for a GPU.
+        loss_normalizer: Divisor for the summed gradients. `on_gathered` may lower it.
+        statistics: Tensor `[k]` of other values from the last microbatch, such as metrics, on the model's device. Set
+            by `loss`. `on_microbatch_end` gets it as `MicrobatchResult.statistics`, so `loss` need not wait for a GPU.
     """
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
@@ -94,7 +94,7 @@ class Objective(Callback, ABC):
         return tuple(self._values.values())
 
     def reduce(self, gathered: sharded.MinibatchStats) -> dict[str, float]:
-        """Return the loss and the statistics over the microbatches of all ranks, keyed by `gathered_names`."""
+        """Return the loss and statistics, reduced over all ranks' microbatches and keyed by `gathered_names`."""
         return {
             name: self.extremes[name](gathered.per_rank(name).tolist()) if name in self.extremes else gathered.sum(name)
             for name in self.gathered_names
@@ -105,8 +105,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
     The attribute `callbacks` lists `objective`, `update` and `source`, followed by the argument `callbacks`. The list
-    can be extended until `start` is called. Hooks are called in its order, except for `on_train_end`, which is called
-    in reverse order. `clock` returns a time in seconds that does not advance while this rank waits for slower ranks.
+    can be extended until `start` is called. Hooks are called in this order, except `on_train_end`, which is called in
+    reverse order. `clock` returns a time in seconds that does not advance while this rank waits for slower ranks.
     """
 
     def __init__(

@@ -25,12 +25,12 @@ from odc_mpi.training.settings import RunConfig
 
 
 class NonFiniteReport(Callback):
-    """Reports the origin of a non-finite gradient after each skipped step: rank, sequences and unit, if known.
+    """After each skipped step, reports the origin of the non-finite gradient: rank, sequences and unit, if known.
 
-    With `run.detect_anomaly`, the first skipped step ends the run, and the origin and the model inputs of its sequences
-    are written to anomaly.json. Otherwise, `run.max_skipped_steps` skipped steps in a row end the run. `metadata`,
-    which contains the number of steps skipped in a row so far, is that of the checkpoint from which the run resumes, or
-    None for a new run.
+    With `run.detect_anomaly`, the first skipped step ends the run, and the origin is written to anomaly.json along with
+    the model inputs of its sequences. Otherwise, the run ends after `run.max_skipped_steps` consecutive skipped steps.
+    `metadata` is the metadata of the checkpoint from which the run resumes, which contains the number of consecutive
+    steps skipped so far, or None for a new run.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """If the step was skipped, report it, and fail with `TrainingError` if the run must end. Collective then."""
+        """Report a skipped step, and fail with `TrainingError` if the run must end. Collective after a skipped step."""
         self._num_skipped = self._num_skipped + 1 if step.metrics["skipped"] else 0
         if not self._num_skipped:
             return

@@ -24,8 +24,8 @@ def resolve_settings(
     """Resolve the settings that depend on the machine or on another run, and download missing models. Collective.
 
     All ranks call `check_stop`, which may be collective and raise an error, for each model and every half second during
-    a download. Returns the configuration, and remarks to print at start-up, keyed by setting (the learning rate is
-    `optim.lr`). Raises `AllRanksUserError` if a model is not found, or if settings contradict the checkpoint in
+    a download. Returns the configuration and remarks to print at start-up, keyed by setting (`optim.lr` for the
+    learning rate). Raises `AllRanksUserError` if a model is not found or if settings contradict the checkpoint in
     `model.path`.
     """
     notes = {}
@@ -68,7 +68,7 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Replace auto in `run.device` with `device`, and auto in `optim.learning_rate` and in the section `model`."""
+    """Replace auto in `run.device` with `device`, and resolve auto in `optim.learning_rate` and in section `model`."""
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":

@@ -91,16 +91,16 @@ def train(
 ) -> dict[str, Any]:
     """Train from the first step, or from a checkpoint, through the last step. Collective.
 
-    `stop` is a handler of stop requests that is already active; by default, one is active during this call.
+    `stop` is a stop request handler that is already active. By default, a new one is active during this call.
     `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, or only
-    `steps` if the run was already complete. They are equal on all ranks except for times and `device`.
+    `steps` if the run was already complete. Values are equal on all ranks, except for times and `device`.
 
     Raises:
-        AllRanksUserError: Settings, data and model do not match, or differ between ranks, or a file cannot be used.
+        AllRanksUserError: The settings, data and model do not match or differ between ranks, or a file cannot be used.
         UserError: A reward function failed on this rank.
         DamageFoundError: A sequence could not be read. The last complete step, if any, is saved.
-        TrainingError: Too many consecutive steps (with `run.detect_anomaly`, a single step) had gradients that were not
-            finite, or the last checkpoint could not be written.
+        TrainingError: Too many consecutive steps (with `run.detect_anomaly`, a single step) had non-finite gradients,
+            or the last checkpoint could not be written.
         StoppedError: The run was stopped on request. If training had begun, a checkpoint was saved.
     """
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def train(
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration, with a `run.steps` of 0 replaced by the steps of `run.num_train_epochs` (default 1)."""
+    """Return the configuration. If `run.steps` is 0, set it to the steps in `run.num_train_epochs` (default 1)."""
     if config.run.steps:
         return config
     epochs = config.run.num_train_epochs or 1.0
@@ -204,7 +204,7 @@ def build_trainer(
     check_stop: Callable[[], None] = lambda: None,
     islands: Islands | None = None,
 ) -> Trainer:
-    """Build the trainer of a run. Restore and close the checkpoint of `resume_point`, if given. Collective.
+    """Build the trainer for a run. If `resume_point` is given, restore and close its checkpoint. Collective.
 
     `check_stop`, which may raise an error on all ranks, is called while a DPO run computes reference log-probabilities.
     """

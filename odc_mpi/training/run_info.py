@@ -21,7 +21,7 @@ def samples_per_step(config: Config) -> int:
 
 
 def unit_of_samples(config: Config) -> str:
-    """Return the name of the samples in the data set, in the plural."""
+    """Return the plural noun for the samples in the data set, such as "pairs"."""
     return {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
 
 
@@ -39,7 +39,7 @@ def startup_lines(
     resume_point: ResumePoint | None,
     notes: Mapping[str, str],
 ) -> str:
-    """Return the text to print before the first step. `notes` are the remarks from `resolve_settings`, by setting."""
+    """Return the text to print before the first step. `notes` maps settings to remarks from `resolve_settings`."""
     data, packing = config.data, inputs.model.packing
     dtype = f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     per_step = f"{unit_of_samples(config)}, {samples_per_step(config)} per step"
@@ -138,7 +138,7 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 
 
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return the number of elements of the trainable (True), the frozen (False) or all (None) parameters."""
+    """Return the number of elements in the trainable (True), frozen (False) or all (None) parameters."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
 

@@ -47,7 +47,7 @@ from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 _WIDTH, _INDENT = 100, 34
 #: Suffixes of files that `odc-mpi prepare` reads.
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-#: Functions that explain why a value of a setting is invalid. The explanation is appended to the error.
+#: Functions that explain why a setting's value is invalid. The explanation is appended to the error.
 _REASONS = {
     "model.attn_implementation": unsupported_reason,
     "optim.lr_scheduler_type": lambda value: " (cosine with optim.min_lr_ratio)" if "min_lr" in str(value) else "",
@@ -201,14 +201,14 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read and check a configuration from an optional YAML file and command-line arguments, which override it.
 
     The arguments have the form ``--section.key value`` or ``--section.key=value``. Names in `training.parsing.aliases`
-    are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`. Raises
-    `UserError` if a setting is unknown, invalid or missing, with a line that names the source and the setting.
+    are also accepted. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config`. Raises a
+    `UserError` that names the source and the setting if a setting is unknown, invalid or missing.
     """
     return _build(_read_values(path, overrides)[0], str(path) if path else COMMAND_LINE)
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
-    """Convert parsed YAML to a checked configuration. Raises `UserError`, which names `source` as the file."""
+    """Convert parsed YAML to a checked configuration. If it is invalid, raises a `UserError` that names `source`."""
     return _build(Reader(all_settings()).read(document, source)[0], source)
 
 
@@ -227,7 +227,7 @@ def _build(values: dict[str, Any], source: str) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as YAML text with all settings, from which `load` reads an equal configuration."""
+    """Return all settings of a configuration as YAML, from which `load` reads an equal configuration."""
     return dialect.write(asdict(config))
 
 
@@ -270,7 +270,7 @@ def _columns(title: str, rows: Mapping[str, str]) -> str:
 
 
 def describe(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return a line for each setting, with its value and source, for ``odc-mpi config``. Errors are those of `load`."""
+    """Return a line with each setting's value and source for ``odc-mpi config``. Raises the same errors as `load`."""
     values, sources = _read_values(path, overrides)
     config = _build(values, str(path))
     rows = []
@@ -285,7 +285,7 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate for auto: TRL's default, or more with adapters or, in fine-tuning, for a new model."""
+    """Return the learning rate for auto: TRL's default, or more for adapters or, in fine-tuning, for a new model."""
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
         return 1e-5 if has_adapters else 1e-6

@@ -31,13 +31,13 @@ from odc_mpi.training.loop import MinibatchSource
 
 
 class DamageFoundError(AllRanksUserError):
-    """Raised by every rank if any rank could not read a sequence. The message comes from the lowest such rank."""
+    """Raised on every rank if any rank could not read a sequence. The message comes from the lowest such rank."""
 
 
 class PlaceholderDataset:
     """View of a data set that returns placeholders for sequences that cannot be read.
 
-    A placeholder has as many tokens (all 0) and loss tokens as its sequence. `damage` is the first read error, or None.
+    A placeholder has as many tokens (all 0) and loss tokens as the original. `damage` is the first read error, or None.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -66,10 +66,10 @@ class PlaceholderDataset:
 
 
 class DatasetSource(MinibatchSource):
-    """Source of the minibatches that `loader` draws from a prepared data set, which `close` closes.
+    """Source of minibatches, which `loader` draws from a prepared data set. `close` closes the data set.
 
-    Idle ranks claim microbatches that a plan has left in a pool, one at a time, with `tickets`. Plans that split
-    sequences require `windows`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
+    With `tickets`, idle ranks claim the microbatches in a plan's pool, one at a time. Plans that split sequences
+    require `windows`. The random numbers for dropout depend on `seed` and the microbatch, not on the rank.
     """
 
     gathered_names = ("damage",)

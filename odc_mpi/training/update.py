@@ -58,7 +58,7 @@ class Update(Callback):
 def schedule_factor(
     kind: str, step: int, warmup_steps: int, steps: int, min_ratio: float = 0.0, decay_ratio: float = 1.0
 ) -> float:
-    """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
+    """Return the learning rate for `step`, counted from 0, as a fraction of the peak learning rate.
 
     The learning rate rises linearly during the first `warmup_steps` steps and reaches its peak in the next step. If
     `kind` is "constant", it then stays at the peak. If it is "linear" or "cosine", the learning rate then falls and
@@ -87,8 +87,8 @@ def make_optimizer(
 
     Args:
         named_parameters: Pairs of a parameter's dotted name and the parameter or this rank's slice of it.
-        shapes: Full shapes of the parameters by dotted name, because a slice has only one dimension. Parameters with
-            fewer than two dimensions, such as biases and norm weights, have no weight decay.
+        shapes: Full shapes of the parameters, keyed by dotted name. A slice itself has only one dimension. Parameters
+            with fewer than two dimensions, such as biases and norm weights, have no weight decay.
         fused: True to use PyTorch's fused kernel. None means True for "adamw" and False for "sgd".
     """
     decayed: list[torch.nn.Parameter] = []

@@ -26,11 +26,11 @@ _NO_OPTIONS = {"by", "mode", "sync_when", "change"}
 
 
 class OuterLoopCallback(Callback):
-    """Synchronizes the islands after the steps that the settings select, and averages them after the last step.
+    """Synchronizes islands after the steps that the settings select, and averages their parameters after the last step.
 
     Args:
-        num_steps: Number of steps of the run.
-        rule: Decides, from the gradient norms, when to synchronize before `islands.sync_every` steps have passed.
+        num_steps: Number of steps in the run.
+        rule: Rule that uses gradient norms to synchronize before `islands.sync_every` steps have passed, or None.
     """
 
     summary: ClassVar = {
@@ -65,7 +65,7 @@ class OuterLoopCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of the outer loop, if the checkpoint is of a run with one."""
+        """Restore the state of the outer loop if the checkpoint contains one."""
         if state := state_dict.get("outer"):
             self.loop.load_state_dict(state)
             if self._rule and state["change_rule"]:
@@ -73,7 +73,7 @@ class OuterLoopCallback(Callback):
 
 
 def make_islands(config: Config, world: World) -> Islands | None:
-    """Divide the ranks into islands. Return None if the settings say "off" or there is only one. Collective."""
+    """Divide the ranks into islands. Return None if the settings turn islands off or there is only one. Collective."""
     if config.islands.by == "off":
         return None
     islands = Islands(world, config.islands.by, config.islands.mode)
@@ -84,7 +84,7 @@ def make_islands(config: Config, world: World) -> Islands | None:
 
 
 def resume_weights(checkpoint: Checkpoint, base: WeightSource, islands: Islands | None) -> DeferredErrorWeights:
-    """Return a reader of a checkpoint's weights, and of `base` for those that the checkpoint lacks.
+    """Return a reader for a checkpoint's weights, which reads weights that the checkpoint lacks from `base`.
 
     An island that trains separately reads its own parameters if the checkpoint has them.
     """
@@ -103,7 +103,7 @@ def build_outer_loop(config: Config, world: World, model: ShardedModel, islands:
 
 
 def find_outer_loop(callbacks: Iterable[Callback]) -> OuterLoop | None:
-    """Return the outer loop of a run, or None if it has none."""
+    """Return the outer loop of a run, or None if the run does not have one."""
     return next((callback.loop for callback in callbacks if isinstance(callback, OuterLoopCallback)), None)
 
 

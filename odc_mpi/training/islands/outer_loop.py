@@ -35,21 +35,21 @@ class OuterLoop:
     Args:
         world: World that is divided into the islands.
         model: Model that is sharded over the islands.
-        islands: At least two islands in the mode "outer".
-        sync_every: Number of steps in which each fragment is synchronized once. A multiple of `fragments`.
-        fragments: Number of fragments of the parameters, which are synchronized at different steps.
-        delay: Number of steps between sending a fragment and applying the result, less than `sync_every / fragments`.
-        local_share: After a synchronization, an island has `local_share * local + (1 - local_share) * outer`.
-        learning_rate: Learning rate of the outer optimizer, SGD with Nesterov momentum.
-        momentum: Momentum of the outer optimizer. 0 for none.
+        islands: At least two islands in mode "outer".
+        sync_every: Number of steps in which each fragment is synchronized once. Must be a multiple of `fragments`.
+        fragments: Number of parts of the parameters that are synchronized at different steps.
+        delay: Steps between sending a fragment and applying the result. Must be less than `sync_every / fragments`.
+        local_share: After synchronization, islands continue from `local_share * local + (1 - local_share) * outer`.
+        learning_rate: Learning rate of the outer optimizer, which is SGD with Nesterov momentum.
+        momentum: Momentum of the outer optimizer, or 0 for none.
         wire: Encoding of the differences: "float32", "bfloat16", "int8" or "e3m0".
-        error_feedback: True to add the rounding errors of the encoding to the next difference of the fragment.
-        norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. With 0, only
-            differences that are not finite are left out.
+        error_feedback: True to add the encoding's rounding errors to the fragment's next difference.
+        norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. If this is 0, only
+            non-finite differences are left out.
 
     Raises:
-        UserError: There is a single island, the islands have another mode, the model's slices are not fp32, or
-            `sync_every`, `fragments` and `delay` do not fit together.
+        UserError: There is only one island, the islands are in another mode, the model's slices are not fp32, or the
+            combination of `sync_every`, `fragments` and `delay` is invalid.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class OuterLoop:
         self._gradient: list[torch.Tensor] | None = None
 
     def step(self, amounts: Sequence[float], *, sync_all: bool = False) -> SyncResult | None:
-        """Send and apply the fragments that are due after a step. Collective, but waits only to apply a fragment.
+        """Send and apply the fragments that are due after a step. Collective, but waits only if it applies a fragment.
 
         Args:
-            amounts: Number of loss tokens, or pairs, on which each island has trained in this step. Their sums since a
-                fragment was last sent weight the islands' differences.
+            amounts: Number of loss tokens or pairs on which each island has trained in this step. The islands'
+                differences are weighted by the sums of these numbers since the fragment was last sent.
             sync_all: True to synchronize all fragments now, without delay, and to restart the schedule.
 
         Returns:
-            The result of the synchronizations, or None if there was none.
+            The merged result of the synchronizations, or None if there were none.
 
         Raises:
             TrainingError: The same island was left out three times in a row, or outer parameters differ between
-                islands. All ranks raise it.
+                islands. All ranks raise this error.
         """
         self._num_steps += 1
         self._ages += 1
@@ -134,11 +134,11 @@ class OuterLoop:
         return merge_results(results)
 
     def average(self) -> SyncResult | None:
-        """Set outer and local parameters to the weighted mean of all islands' local ones. Collective.
+        """Set the outer and local parameters to the weighted mean of all islands' local parameters. Collective.
 
         Call this once, after the last `step` of a run and before `model.publish()`. A fragment in flight is applied
-        first. Fragments that the last `step` has synchronized are left as they are. The outer optimizer is not used,
-        because its momentum is meant for the differences of `sync_every` steps.
+        first. Fragments that the last `step` synchronized are not changed. The outer optimizer is not used, because its
+        momentum is meant for the differences of `sync_every` steps.
         """
         results = [self._apply()]
         for fragment in np.flatnonzero(self._ages).tolist():
@@ -158,8 +158,8 @@ class OuterLoop:
     def outer_parameters(self) -> Iterator[None]:
         """Context manager in which each island's model has the outer parameters. Collective on entry and on exit.
 
-        If the enclosed code raises an exception, this rank's slices get their values back, but are not published: the
-        model can be saved, but not used.
+        If the enclosed code raises an exception, this rank's slices are restored but not published, so the model can be
+        saved but not used.
         """
         slices = self._model.shard_parameters()
         local = [each.detach().clone() for each in slices]
@@ -192,11 +192,11 @@ class OuterLoop:
         return received.result
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors to save, by kind and by parameter name. Call `receive` first.
+        """Return the tensors to save, keyed by kind and then by parameter name. Call `receive` first.
 
-        They are shaped like this rank's slices: the outer parameters ("model"), the momentum, the mean difference of
-        the fragment in flight ("outer/gradient"), if any, and the "residual", if any, which belongs to this island. The
-        others are equal on all islands. Only the first island returns "outer/gradient".
+        All have the shapes of this rank's slices. They are the outer parameters ("model"), the momentum and, if
+        present, this island's "residual" and the mean difference of the fragment in flight ("outer/gradient"). All
+        except the residual are equal on all islands. Only the first island returns "outer/gradient".
         """
         tensors = self._slices_by_kind()
         if self.index == 0 and self._received and self._received.mean is not None:
@@ -205,9 +205,9 @@ class OuterLoop:
         return {kind: dict(zip(self._names, slices, strict=True)) for kind, slices in tensors.items()}
 
     def load_tensors(self, read: Callable[[str, str], torch.Tensor | None]) -> None:
-        """Restore what `tensors` returned.
+        """Restore the tensors that `tensors` returned.
 
-        `read` returns this rank's slice of a tensor, given its kind and the parameter's name, or None if it is missing.
+        Given a kind and a parameter name, `read` returns this rank's slice of the tensor, or None if it is missing.
         """
         gradient, self._gradient = [torch.zeros_like(each) for each in self._optimizer.outer], None
         for kind, targets in (self._slices_by_kind() | {"outer/gradient": gradient}).items():
@@ -236,7 +236,7 @@ class OuterLoop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Call `load_tensors` first.
 
-        With another schedule, a new one starts. With another number of islands, all start from the outer parameters.
+        If the schedule has changed, it restarts. If the number of islands has changed, all start from outer parameters.
         """
         gradient, self._gradient = self._gradient, None
         amounts = np.array(state["amounts"])
@@ -254,7 +254,7 @@ class OuterLoop:
 
 
 def merge_results(results: Sequence[SyncResult | None]) -> SyncResult | None:
-    """Return the result of all synchronizations after a step, or None if there are none."""
+    """Merge the results of all synchronizations after a step. Return None if there were none."""
     found = [each for each in results if each]
     if len(found) < 2:
         return found[0] if found else None

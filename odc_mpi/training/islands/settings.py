@@ -48,7 +48,7 @@ class IslandsConfig:
 
 
 def check_islands(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError`, beginning with `source`, if `values` (by dotted name) do not fit their `islands` section."""
+    """Raise `UserError` if `values` (by dotted name) contradict their `islands` section. The error names `source`."""
     if values.get("islands.by", "off") == "off":
         if values.get("islands.mode") == "outer":
             raise UserError(f"{source}: islands.mode: outer requires islands, got none: set islands.by")
@@ -61,7 +61,7 @@ def check_islands(values: Mapping[str, Any], source: str) -> None:
 
 
 def check_schedule(sync_every: int, fragments: int, delay: int, source: str = "") -> None:
-    """Raise `UserError`, beginning with `source`, unless `sync_every / fragments` is an integer above `delay`."""
+    """Raise `UserError` unless `sync_every / fragments` is an integer above `delay`. Errors begin with `source`."""
     if sync_every % fragments:
         raise UserError(
             f"{source}islands.fragments: expected a divisor of islands.sync_every, {sync_every}, got {fragments}"

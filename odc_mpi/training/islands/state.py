@@ -30,9 +30,9 @@ from odc_mpi.training.islands.outer_loop import OuterLoop
 
 
 class IslandTrainingState(TrainingState):
-    """This rank's part of the state of a model on several islands, its optimizer and its outer optimizer.
+    """This rank's part of the state of a model on several islands, and of its optimizer and outer optimizer.
 
-    `rank` is the rank in the job; `model` is sharded over the ranks of this rank's island only.
+    `rank` is the rank in the job; `model` is sharded only over the ranks of this rank's island.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ def make_training_state(
     *,
     omit_frozen_base: bool = False,
 ) -> TrainingState:
-    """Return the state of a run with or without an outer optimizer. `rank` is the rank in the job."""
+    """Return the training state of a run with or without an outer optimizer. `rank` is the rank in the job."""
     if outer is None:
         return TrainingState(model, optimizer, rank, omit_frozen_base=omit_frozen_base)
     return IslandTrainingState(model, optimizer, rank, outer, omit_frozen_base=omit_frozen_base)

@@ -31,12 +31,12 @@ from odc_mpi.training.pairs.settings import DPOConfig
 
 
 class AnswerScores(NamedTuple):
-    """Results of a forward pass over pairs. Column 0 is the chosen answer, column 1 the rejected one.
+    """Results of a forward pass over pairs. Column 0 is for the chosen answers, and column 1 for the rejected ones.
 
     Attributes:
         logps: Sum of the log-probabilities of each answer's tokens, float64 `[pairs, 2]`, with gradients.
         lengths: Number of loss tokens in each answer, int64 `[pairs, 2]`.
-        entropy: Sum of the entropies at all loss tokens, in nats; a scalar without gradients.
+        entropy: Sum of the entropies at all loss tokens, in nats. This is a scalar without gradients.
         router_loss: Auxiliary router loss, or None, as in `TokenScores`.
     """
 
@@ -74,7 +74,7 @@ class PreferenceScorer(PairScorer):
     """Computes the DPO loss of each pair and the rewards of its answers. The statistics are named as in TRL.
 
     `reference`, float64 `[pairs, 2]` on the host, contains the reference model's log-probabilities of the answers in
-    all pairs of the data set. The values may be filled in until the first call.
+    all pairs of the data set. The values may be filled in at any time before the first call.
     """
 
     statistics = (
@@ -100,9 +100,9 @@ class PreferenceScorer(PairScorer):
 
 
 def pair_loss(dpo: DPOConfig, ratios: torch.Tensor, scores: AnswerScores, mean_chosen_length: float) -> torch.Tensor:
-    """Return the weighted sum of the losses in `dpo.loss_type` for each pair, float64 `[pairs]`.
+    """Return each pair's weighted sum of the losses in `dpo.loss_type`, float64 `[pairs]`.
 
-    `ratios`, float64 `[pairs, 2]`, are the log-ratios of the answers. `mean_chosen_length` is the mean number of loss
+    `ratios`, float64 `[pairs, 2]`, contains the answers' log-ratios. `mean_chosen_length` is the mean number of loss
     tokens in the chosen answers of the minibatch.
     """
     means = ratios / scores.lengths
@@ -127,7 +127,7 @@ def pair_loss(dpo: DPOConfig, ratios: torch.Tensor, scores: AnswerScores, mean_c
 def pair_statistics(dpo: DPOConfig, ratios: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     """Return the `PreferenceScorer.statistics` of each pair, float64 `[pairs, 6]`.
 
-    `ratios` are the log-ratios of the answers, and `logps` their log-probabilities, both float64 `[pairs, 2]`. The
+    `ratios` contains the answers' log-ratios, and `logps` their log-probabilities. Both are float64 `[pairs, 2]`. The
     reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward, 0.5
     if the rewards are equal (0 in TRL), and 0 otherwise.
     """

@@ -25,12 +25,12 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.settings import GRPOConfig
 
-#: Function that returns log-probabilities of a microbatch's target tokens under the reference policy, float32 `[K]`.
+#: Function that returns the reference policy's log-probabilities, float32 `[K]`, of a microbatch's target tokens.
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """GRPO loss of minibatches of at most `num_groups` prompt groups, normalized by the counts of `RolloutSource`."""
+    """GRPO loss for minibatches of at most `num_groups` prompt groups, normalized by counts from `RolloutSource`."""
 
     extremes: ClassVar = {"logp_difference_max": max}
 
@@ -69,7 +69,7 @@ class GRPOObjective(Objective):
         return per_token.sum()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Compute `loss_normalizer` from the counts of all ranks, and add the loss and other metrics to the step."""
+        """Compute `loss_normalizer` from all ranks' counts, and add the loss and other values to the step's metrics."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
@@ -84,12 +84,12 @@ class GRPOObjective(Objective):
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html) of the KL divergence from `reference`, `[K]`."""
+    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html), `[K]`, of the KL divergence from `reference`."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor, at least 1, of a minibatch's summed loss for `rl.loss_type`. Tokens are loss tokens."""
+    """Return the divisor, at least 1, for a minibatch's loss with `rl.loss_type`. `num_tokens` counts loss tokens."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

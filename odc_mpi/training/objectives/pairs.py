@@ -20,7 +20,7 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.pairs.settings import RewardConfig
 
-#: Statistics reduced to their minimum or maximum over all pairs. Other statistics are averaged.
+#: Statistics that are reduced to their minimum or maximum over all pairs. Other statistics are averaged.
 EXTREMES = {"min_reward": min, "max_reward": max}
 
 
@@ -43,8 +43,8 @@ class PairScores(NamedTuple):
 class PairScorer(ABC):
     """Base class for callables that compute the losses of pairs under a model.
 
-    `statistics` are the names of the statistics of each pair, and `token_sums` those of the sums over loss tokens.
-    `margin` and `accuracy` are the names of the two statistics in the progress line.
+    `statistics` contains the names of the statistics for each pair, and `token_sums` those of the sums over loss
+    tokens. `margin` and `accuracy` are the names of the two statistics that the progress line shows.
     """
 
     statistics: tuple[str, ...]
@@ -58,10 +58,10 @@ class PairScorer(ABC):
 
 
 class RewardScorer(PairScorer):
-    """Computes the rewards of the answers in pairs, and from them the loss (arXiv 2203.02155) and the statistics.
+    """Computes the rewards of the answers in pairs and, from the rewards, the loss (arXiv 2203.02155) and statistics.
 
     The loss is -log s(r_chosen - r_rejected), where s is the logistic function, plus `center_rewards_coefficient` times
-    the square of the sum of both rewards (arXiv 2312.09244). The statistics have the names of TRL's metrics. For
+    the square of the sum of both rewards (arXiv 2312.09244). The statistics have the same names as TRL's metrics. For
     `packs`, see `training.objectives.dpo.AnswerLogps`.
     """
 
@@ -74,7 +74,7 @@ class RewardScorer(PairScorer):
         self._padding: int = module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
 
     def rewards(self, microbatch: Microbatch) -> torch.Tensor:
-        """Return the scores at the last non-padding tokens of both answers, float64 `[pairs, 2]`. One-sided."""
+        """Return the scores, float64 `[pairs, 2]`, at the last non-padding token of each answer. One-sided."""
         pairs = select_last_tokens(cast(PairMicrobatch, microbatch), self._padding)
         pairs = pairs if self._packs else as_padded_rows(pairs)
         return reward_scores(self._module, pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
@@ -104,7 +104,7 @@ class PairObjective(Objective):
         )
 
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
+        """Return a microbatch's contribution to the mean loss of the minibatch. One-sided."""
         scores, num_pairs = self._scorer(minibatch, microbatch), len(minibatch.indices)
         loss = scores.losses.sum() / num_pairs
         if scores.router_loss is not None:
@@ -119,5 +119,5 @@ class PairObjective(Objective):
         return loss
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add metrics over the pairs of all ranks to the step, named as in TRL."""
+        """Add metrics for the pairs of all ranks to the step. Their names are those used in TRL."""
         step.metrics |= {**self.reduce(gathered), "num_tokens": step.minibatch.num_tokens}

@@ -23,7 +23,7 @@ class SFTObjective(Objective):
         self._token_logps = TokenLogps(module)
 
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
+        """Return a microbatch's contribution to the mean loss of the minibatch. One-sided."""
         scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
         entropy = scores.entropy.sum() / minibatch.num_tokens
         self.statistics = torch.stack([scores.is_top.sum().double(), entropy.double()])
@@ -33,7 +33,7 @@ class SFTObjective(Objective):
         return loss
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the metrics over the loss tokens of all ranks to the step."""
+        """Add metrics for the loss tokens of all ranks to the step."""
         loss, num_correct, entropy = self.reduce(gathered).values()
         num_tokens = step.minibatch.num_tokens
         metrics = {"mean_token_accuracy": num_correct / num_tokens, "entropy": entropy, "num_tokens": num_tokens}

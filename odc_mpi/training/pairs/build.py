@@ -31,8 +31,8 @@ def build_dpo(
     """Build the objective of a DPO run, and the callbacks for the reference model and the evaluation. Collective.
 
     `weights_digest` returns a digest of the parameters, and `check_stop` raises an error on all ranks if a stop was
-    requested. Both are collective. The model is set to evaluation mode, so that dropout changes no log-probability.
-    Reference log-probabilities are also read from the run directory of `resume_point`.
+    requested. Both are collective. The model is set to evaluation mode so that dropout does not affect
+    log-probabilities. Reference log-probabilities are also read from the run directory of `resume_point`.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
@@ -65,7 +65,7 @@ def build_dpo(
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[PairObjective, list[Callback]]:
-    """Build the objective of a run that trains a reward model, and an evaluator of held-out data. Collective."""
+    """Build the objective and, if there is held-out data, the evaluator for training a reward model. Collective."""
     model.eval()  # disables dropout, as in TRL
     scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
     held_out = held_out_pass(config, world, model, inputs)

@@ -27,21 +27,21 @@ from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 FILE = "reference_logps.npz"
 #: Number of pairs between writes of the results, independent of the number of ranks (as is packing with `run.exact`).
 BLOCK = 4096
-#: Function that returns the indices, int64 `[n]`, of the pairs that a run still needs, given the completed steps.
+#: Function that returns the indices, int64 `[n]`, of pairs that a run still needs, given its number of completed steps.
 NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Computes or loads reference log-probabilities of answers. Evaluators must follow it in the list of callbacks.
+    """Computes or loads reference log-probabilities of answers. Evaluators must come after it in the list of callbacks.
 
     Args:
-        passes: Forward pass and function of the needed pairs, for the training data and for the held-out data, if any.
-        directories: Directories of stored log-probabilities. The first, in which new ones are stored, is `run.dir`.
+        passes: Forward pass and `NeededPairs` function for the training data and, if any, for the held-out data.
+        directories: Directories to search for stored log-probabilities. New ones are stored in the first, `run.dir`.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
 
     Attributes:
-        values: For each pass, log-probabilities of all answers in its data set, float64 `[pairs, 2]`; NaN if unknown.
+        values: For each pass, the log-probabilities of all answers, float64 `[pairs, 2]`. Unknown ones are NaN.
         model_digest: Digest of the reference model. Unless it was restored, it is None until `on_train_begin`.
     """
 

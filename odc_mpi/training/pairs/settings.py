@@ -10,7 +10,7 @@ from odc_mpi.training.parsing.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE
 
 #: Losses for a pair; see `training.objectives.dpo`.
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
-#: Settings, each with the only value that objectives on pairs support and the reason.
+#: Settings, each with the only value that objectives for pairs support, and the reason.
 PAIR_REQUIREMENTS = {
     "data.context_parallel": ("off", "a pair cannot be split over ranks"),
     "lora.dropout": (0, "dropout would change what is compared"),
@@ -44,7 +44,7 @@ class RewardConfig:
 
 
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if a DPO setting in `values` contradicts any other setting. The error names `source`."""
+    """Raise `UserError` if a DPO setting in `values` contradicts another setting. The error names `source`."""
     if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")

@@ -158,16 +158,16 @@ _ANSWERS = [
 
 
 def answer(name: str) -> str | None:
-    """Return advice on a setting of another library, such as the setting to use instead, or None if there is none."""
+    """Return advice about another library's setting, such as the setting to use instead, or None if there is none."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert a value of `name`, a setting of another library, to the value used here. Most values are unchanged."""
+    """Convert a value of another library's setting `name` to the value used here. Most values do not change."""
     values = VALUES.get(name, {})
     return values[value] if isinstance(value, Hashable) and value in values else value
 
 
 def is_flag(name: str) -> bool:
-    """Return True if ``--name`` is a flag in another library although the matching setting here is not a boolean."""
+    """Return True if ``--name`` is a flag in another library but the matching setting here is not a boolean."""
     return True in VALUES.get(name, {})

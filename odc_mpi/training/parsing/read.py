@@ -46,7 +46,7 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads the values of `settings`."""
+    """Reads the values of `settings` from a parsed YAML file and from command-line arguments."""
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         self._settings = settings
@@ -165,7 +165,7 @@ class Reader:
 
 
 def split_arguments(arguments: Sequence[str]) -> Iterator[_Given]:
-    """Split ``--name value value`` and ``--name=value`` arguments. Raises `UserError` if a value precedes all names."""
+    """Split ``--name value value`` and ``--name=value`` arguments. Raises `UserError` if the first is a value."""
     name, words = "", list[str]()
     for argument in (*arguments, None):
         if argument is None or argument.startswith("--"):

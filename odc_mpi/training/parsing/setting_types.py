@@ -11,7 +11,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
 from odc_mpi.yaml_dialect import is_utf8, read_value
 
-#: Number of bytes. The user can also write it as text, such as 512M.
+#: Number of bytes. Users can also write it with a unit, as in 512M.
 Size = NewType("Size", int)
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -29,7 +29,7 @@ _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 51
 
 
 class Check(NamedTuple):
-    """Condition on the value of a setting, apart from its type. Errors append `description` to the expected type."""
+    """Condition on a setting's value, in addition to its type. Errors append `description` to the expected type."""
 
     description: str
     is_valid: Callable[[Any], bool]
@@ -38,7 +38,7 @@ class Check(NamedTuple):
 class Setting(NamedTuple):
     """A setting, which is a field of a section, with its type, help text, checks and default value.
 
-    `explain` returns text to append to the error if a value has a wrong type. If it is None, nothing is appended.
+    `explain` returns the end of the error for a value of the wrong type. If it is None, the error may suggest quotes.
     """
 
     type: Any
@@ -56,7 +56,7 @@ NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_vali
 
 
 def validate_value(name: str, setting: Setting, value: Any) -> Any:
-    """Check a value read from YAML, and return it converted to the type of its setting.
+    """Check a value read from YAML, and return it converted to its setting's type.
 
     Raises `UserError`, with a message that begins with `name`, if a check fails or the type is wrong.
     """
@@ -93,7 +93,7 @@ def is_verbatim(hint: Any, text: str) -> bool:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type, or a tuple of `hint` alone if it is not a union."""
+    """Return the members of a union type, or `(hint,)` if it is not a union."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -128,7 +128,7 @@ def _join_members(hint: Any, separator: str, name_of: Callable[[Any], str]) -> s
 
 
 def format_value(value: Any) -> str:
-    """Return a value as JSON text of at most 80 characters, for error messages."""
+    """Format a value as JSON, truncated to 80 characters, for error messages."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
@@ -158,9 +158,9 @@ def is_objective(
 ) -> bool:
     """Return True if `values`, the user's settings, select `objective`. Also check the settings that depend on it.
 
-    `kind` is the dataclass of `section`, whose settings only this objective has. `required` maps other settings to the
-    only value that it supports, and the reason. Raises `UserError`, which names `source`, if a setting has another
-    value, or if the objective is not selected but a setting in `section` differs from its default.
+    `kind` is the dataclass for `section`, whose settings apply only to this objective. `required` maps other settings
+    to the only value that it supports and the reason. Raises a `UserError` that names `source` if one of those has
+    another value, or if the objective is not selected but a setting in `section` differs from its default.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

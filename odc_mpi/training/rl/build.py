@@ -28,7 +28,7 @@ from odc_mpi.training.settings import Config
 def build_grpo(
     config: Config, world: World, model: ShardedModel, inputs: Inputs, decision: Decision
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
-    """Build the minibatch source, the objective and the other callbacks of a GRPO run. Collective."""
+    """Build the minibatch source, the objective and the other callbacks for a GRPO run. Collective."""
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
     specs = rl.reward_funcs
@@ -56,7 +56,7 @@ def build_grpo(
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
     """Return a one-sided function that computes log-probabilities under the reference policy. Collective.
 
-    The reference policy is the model without adapters if it has any, or else a frozen copy of the initial model.
+    The reference policy is the model with adapters disabled or, without adapters, a frozen copy of the initial model.
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)
@@ -90,7 +90,7 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Context manager that disables the adapters of a model without changing `requires_grad`, unlike peft's."""
+    """Context manager that disables a model's adapters. Unlike peft's, it does not change `requires_grad`."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

@@ -18,7 +18,7 @@ from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.rl.prompts import PromptCodec, RewardsFn, longest_first_batches
 from odc_mpi.training.settings import Config
 
-#: Number of ranks that an exact run assumes for its batch sizes, so that they do not depend on the actual number.
+#: Number of ranks that an exact run assumes for its batch sizes so that they do not depend on the actual number.
 _EXACT_SHARES = 16
 
 
@@ -53,7 +53,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the mean reward, exact match and length, each None if no completion has one. Collective."""
+        """Return the mean reward, exact match and length. A mean is None if no completion has a value. Collective."""
         sampling = RolloutSamplingParams(1, self._rl.max_completion_length, temperature=0.0)
         results: list[tuple[int, float, float, int]] = []
         with self._model.activity("evaluating") as self._note, unsharded_if_fits(self._model):

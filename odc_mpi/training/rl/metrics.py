@@ -11,7 +11,7 @@ from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard import model as sharded
 
-#: Names of counts and durations of a rank. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
+#: Names of a rank's counts and durations. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
 #: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
@@ -21,10 +21,10 @@ _COUNTS = (
 
 
 class RolloutMetrics:
-    """Metrics of the rollouts of a step that has at most `num_groups` prompt groups.
+    """Metrics for the rollouts in a step, which has at most `num_groups` prompt groups.
 
-    The ranks gather floating-point values of each group separately, so sums do not depend on the order of groups.
-    `values` has the values of this rank, keyed and ordered by `gathered_names`.
+    The ranks gather each group's floating-point values separately, so sums do not depend on the order of groups.
+    `values` maps the `gathered_names`, in this order, to this rank's values.
     """
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
@@ -50,7 +50,7 @@ class RolloutMetrics:
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Add the group at `position` in the minibatch. `excluded`, bool `[completions]`, marks those without loss."""
+        """Add the minibatch's group at `position`. `excluded`, bool `[completions]`, marks completions without loss."""
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
         added = {
@@ -81,7 +81,7 @@ class RolloutMetrics:
         return math.fsum(gathered.sum(f"{name}_{position}") for position in range(self._num_groups))
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
-        """Return the metrics over the groups of all ranks. Metrics that TRL also reports are named as in TRL."""
+        """Return metrics for the groups of all ranks. Those that TRL also reports have the same names as in TRL."""
         sums = {name: gathered.sum(name) for name in _COUNTS}
         sums |= {name: self._total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])

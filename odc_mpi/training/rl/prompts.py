@@ -15,8 +15,8 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import GroupRewards
 
-#: Function that computes the rewards for the completions of a prompt, given the keyword arguments for reward functions
-#: and the index of the prompt.
+#: Function that computes the rewards for a prompt's completions, given the keyword arguments for reward functions and
+#: the index of the prompt.
 RewardsFn = Callable[[Mapping[str, Sequence[Any]], int], GroupRewards]
 
 
@@ -34,9 +34,9 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    `prompt_lengths` are those of all prompts in the data set. `observed` maps prompt indices to completion lengths. The
-    prediction is the observed length or else, if the observed prompts differ in length, a linear regression on prompt
-    lengths, or else the prompt length. All ranks predict the same, because the sums in the regression are exact.
+    `prompt_lengths` contains the lengths of all prompts. `observed` maps prompt indices to completion lengths. The
+    prediction is the observed length, if any, or else a linear regression on prompt lengths or, if all observed prompts
+    are equally long, the prompt length. All ranks make the same predictions because the regression's sums are exact.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0
@@ -48,8 +48,8 @@ def predict_lengths(
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
     """Return batches of prompts to decode together, in order of decreasing length.
 
-    Prompts are given by their positions in `lengths`, which are numbers of tokens. A batch has at least one prompt, at
-    most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
+    Prompts are given by their indices in `lengths`, which contains actual or expected numbers of tokens. A batch has at
+    least one prompt, at most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
@@ -57,7 +57,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Prepares prompts for sampling, and completions for reward functions. Raises `UserError` without stop tokens."""
+    """Prepares prompts for sampling and completions for rewards. Raises `UserError` if there are no stop tokens."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer
@@ -80,7 +80,7 @@ class PromptCodec:
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the keyword arguments for reward functions, lists with an item for each completion."""
+        """Return the keyword arguments for reward functions. Each is a list with one item per completion."""
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]

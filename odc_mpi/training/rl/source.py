@@ -52,10 +52,10 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 
 
 class RolloutSource(MinibatchSource):
-    """Source of microbatches of completions that are generated in the same step. Construction is collective.
+    """Source of microbatches whose completions are generated in the same step. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed and written to completions.jsonl. If `packs` is
-    False, a microbatch has one completion.
+    False, each microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -169,12 +169,12 @@ class RolloutSource(MinibatchSource):
                 self._log(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader and the observed completion lengths."""
+        """Return the loader's position and the observed completion lengths."""
         lengths = {str(index): length for index, length in self._observed_lengths.items()}
         return {"loader": self._loader.state_dict(), "completion_lengths": lengths}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the position of the loader and the observed completion lengths."""
+        """Restore the loader's position and the observed completion lengths."""
         self._loader.load_state_dict(state_dict["loader"])
         lengths = state_dict["completion_lengths"]
         self._observed_lengths = {int(index): length for index, length in lengths.items()}

@@ -50,7 +50,7 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     `stop` must precede this callback in `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run
-    takes over the lock, saving stops. `metadata` comes from `run_metadata`. `outer_loop` is the trainer's, if any.
+    takes over the lock, saving stops. `metadata` comes from `run_metadata`. `outer_loop` is the trainer's loop, if any.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -83,7 +83,7 @@ class CheckpointCallback(Callback):
             warn=warn,
             check=directory_lock.require_held if directory_lock else lambda: None,
         )
-        #: Last step for which saving was started. Initially, the number of steps completed before this start.
+        #: Last step for which saving was started. Initially, the number of steps that were already complete.
         self._last = trainer.completed_steps
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0

@@ -64,7 +64,7 @@ def _parse_step(line: str) -> float:
 
 
 def next_earlier(path: Path) -> Path:
-    """Return the path of the first `earlier-N` that does not exist, to which files of an earlier run can be moved."""
+    """Return the path of the first `earlier-N` that does not exist, to which an earlier run's files can be moved."""
     return next(earlier for n in range(1, 1 << 30) if not (earlier := path / f"earlier-{n}").exists())
 
 

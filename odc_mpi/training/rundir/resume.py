@@ -43,8 +43,8 @@ _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start
 class ResumePoint:
     """Checkpoint from which a run starts.
 
-    `continues_this_run` is True if the checkpoint is in `run.dir`, so that the run which saved it continues. `path` is
-    the last path to which `run.resume` of this run was set, made absolute, or None if it was never set to a path.
+    `continues_this_run` is True if the checkpoint is in `run.dir`, so the run that saved it continues. `path` is the
+    last path to which this run's `run.resume` was set, as an absolute path, or None if it was never set to a path.
     """
 
     checkpoint: Checkpoint
@@ -62,7 +62,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
-        """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` and minor ones such as `run.dir`."""
+        """Return "NAME BEFORE -> NOW" for each changed setting except `ignored` and minor ones, such as `run.dir`."""
         # An earlier version may lack a setting; it behaved as the current default does.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         return [
@@ -73,12 +73,12 @@ class ResumePoint:
 
 
 class DeferredErrorWeights(CheckpointWeights):
-    """Reads the weights of a checkpoint, and stores errors so that all ranks can raise them together afterwards."""
+    """Reads the weights of a checkpoint, and stores the first error so that all ranks can raise it together later."""
 
     _error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `[start, stop)` of a flattened parameter. On a `UserError`, store it and return zeros."""
+        """Return elements `[start, stop)` of a flattened parameter, or store a `UserError` and return zeros."""
         try:
             return super().read(name, start, stop)
         except UserError as error:
@@ -108,7 +108,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Lock the run directory, prepare its files, and return the lock, on rank 0. For errors, see `RunDirectoryLock`."""
+    """Lock and prepare the run directory. Return the lock. Call only on rank 0. For errors, see `RunDirectoryLock`."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)
@@ -120,7 +120,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
-    """Return the start-up line about the checkpoint and about files that are moved to `earlier-N`, or ""."""
+    """Return the start-up line about the checkpoint and files that are moved to `earlier-N`, or "" if there is none."""
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
     if resume_point and resume_point.continues_this_run:
@@ -144,7 +144,7 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
     """Close the checkpoint of a complete run, print a notice on rank 0, and return a summary with only `steps`.
 
-    Raises `AllRanksUserError` if a setting was changed that would have affected the run, such as the learning rate.
+    Raises `AllRanksUserError` if a setting that affects the run, such as the learning rate, has changed.
     """
     resume_point.checkpoint.close()
     changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)

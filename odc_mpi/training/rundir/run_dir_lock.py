@@ -25,11 +25,11 @@ LOCK_TIMEOUT_S = 5.0
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
-    """Lock on a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
+    """Lock on a run directory, used only on rank 0. Construction acquires the lock; leaving the context releases it.
 
-    The constructor waits for at most `LOCK_TIMEOUT_S` seconds, and at most `timeout_s / 2`: the other ranks give up
-    after `timeout_s`. Raises `UserError` if another run on this host holds the lock, or if the directory cannot be
-    written to.
+    The constructor waits at most `LOCK_TIMEOUT_S` seconds, or `timeout_s / 2` if that is less, because the other ranks
+    give up after `timeout_s`. Raises `UserError` if another run on this host holds the lock, or if the directory cannot
+    be written to.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock on a directory. A run on another host holds it even after it was killed."""
+    """Return True if a run holds the lock on a directory. A run on another host still holds it after being killed."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)
