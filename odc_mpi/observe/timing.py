@@ -33,9 +33,9 @@ _PEAK_FLOPS = {
 
 
 class StartReport(Callback):
-    """Adds the duration of each startup phase in seconds to the summary, as the maximum over all ranks.
+    """Adds the duration of each startup phase to the summary, in seconds, as the maximum over all ranks.
 
-    Must be the first callback: the `on_train_begin` hooks of later ones, such as an evaluation, are the next phase.
+    Must be the first callback, because the `on_train_begin` hooks of later callbacks are part of the next phase.
     """
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
@@ -162,7 +162,7 @@ class TrafficReport(Callback):
 
 
 class IslandMetrics(Callback):
-    """Adds to the metrics, as means over the ranks, bytes exchanged with other islands in a minibatch, and wait times.
+    """Adds bytes exchanged with other islands per minibatch, and wait times, to the metrics, as means over the ranks.
 
     A rank waits for other ranks of its island and for exchanges with other islands. The waits are those at the end of
     the previous minibatch, because `local_values` are computed before the waits of the current minibatch.
