@@ -77,9 +77,9 @@ def shard_model(
         gradient_cache_bytes: As above, but for gradients that are summed locally and pushed once per minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require one-sided windows in host memory. The model closes them.
-        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
-            are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA stream that uses the
-            model must wait for other streams that have used it before.
+        device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks
+            round-robin. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA
+            stream that uses the model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
@@ -177,7 +177,7 @@ def decide_for(
         node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
             "off" to fetch it once per rank.
         mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
-        device: Device that computes: "cpu" or "cuda".
+        device: Device on which the model computes: "cpu" or "cuda".
         shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
             is on the GPU. With `window_device` "auto", the windows are on the GPUs only if there is enough memory.
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op then cause an error.
@@ -336,7 +336,7 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the dtype with the most parameter elements, and the dtypes of all parameters that differ, keyed by name.
+    """Return the dtype with the most parameter elements, and any dtypes that differ from it, keyed by parameter name.
 
     Only floating-point parameters are considered. If there are none, the first result is float32.
     """

@@ -88,7 +88,7 @@ def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, l
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return one entry per variant for the JSON object of a benchmark.
+    """Return one entry per variant for a benchmark's JSON object.
 
     `times` contains the seconds per operation on `num_bytes` bytes, by variant and round. Each entry contains the
     quartiles of `seconds` and `gb_per_s` and, for each key of `references`, the median speed relative to a reference

@@ -113,7 +113,7 @@ class MeasuredTiming:
 
 
 class TimedMicrobatch(NamedTuple):
-    """Microbatch of one rank. `seconds` is its modeled duration, summed over all units, before scaling."""
+    """One rank's microbatch. `seconds` is its modeled duration, summed over all units, before scaling."""
 
     seconds: float
     is_dummy: bool = False

@@ -140,8 +140,8 @@ class Summary:
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return `fields`, the reduced entries, `steps` (the total number of steps) and `elapsed_s`.
 
-        `elapsed_s` is the time since this start plus the duration of earlier steps. If `fields` has the key of a
-        reduced `sum`, its value replaces the sum of the metrics since this start, because it is more precise.
+        `elapsed_s` is the time since the last start plus the duration of earlier steps. If `fields` has the key of a
+        reduced `sum`, its value replaces the sum of the metrics since the last start, because it is more precise.
         """
         values = dict(self._values)
         for key, (_, reduce) in self._fields.items():

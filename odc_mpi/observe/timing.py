@@ -124,7 +124,7 @@ class StepTimeMetrics(Callback):
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return wait times since this start, peak memory, cache sizes, and collectives per minibatch. Collective.
+        """Return wait times since the last start, peak memory, cache sizes, and collectives per minibatch. Collective.
 
         Wait times are means over the ranks, in seconds, and include waits for the gradient norm and for the publication
         of parameters. Peak memory is the maximum over the ranks, and cache sizes are minima, all in bytes.
@@ -188,7 +188,7 @@ class IslandMetrics(Callback):
         step.metrics |= {name: float(gathered.per_rank(name).mean()) for name in self.gathered_names}
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return the waits since this start, including those of the last minibatch. Collective."""
+        """Return the wait times since the last start, including those of the last minibatch. Collective."""
         waits_s = self._world.gather_objects(self._usage.island_wait_s - self._start_s)
         return {"island_wait_s": sum(waits_s) / len(waits_s)}
 

@@ -136,7 +136,7 @@ def _record(metrics: Mapping[str, Any]) -> LogRecord:
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers in `metrics`, keyed by the tags that `rewrite_logs` of transformers would use."""
+    """Return the finite numbers in `metrics`, keyed by the tags that transformers' `rewrite_logs` would use."""
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": float(value)
         for key, value in metrics.items()

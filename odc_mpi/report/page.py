@@ -87,7 +87,7 @@ class Figure(NamedTuple):
 class ReportPage:
     """Content of a report.
 
-    `subtitle` describes the run or benchmark, and `notes` contains remarks, such as missing data. `collapsed` maps
+    `subtitle` describes the run or benchmark, and `notes` contains remarks, as on missing data. `collapsed` maps
     headings to long texts, hidden until the heading is opened. The tables in `groups` are displayed side by side.
     """
 

@@ -17,7 +17,7 @@ _LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
 
 
 class GanttRow(NamedTuple):
-    """Timeline of one rank, with `label` to its left: start and end times in seconds, keyed by kind of activity.
+    """Timeline of one rank, with `label` to its left. `spans` maps kinds of activity to start and end times in seconds.
 
     A note consists of a start time, an end time and a label. A line marks the start, and the label is drawn if it fits.
     """
@@ -38,7 +38,7 @@ class GanttChart(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar for one value, with its lower and upper quartile if known, and the values from other sources."""
+    """Bar for one value, with its lower and upper quartiles, if known, and values from other sources."""
 
     label: str
     value: float

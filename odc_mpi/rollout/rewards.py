@@ -84,7 +84,7 @@ class GroupRewards:
 def load_reward_functions(
     specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu"
 ) -> list[RewardFunction]:
-    """Import reward functions, which runs the code of their modules. If `weights` is None, all weights are 1.
+    """Import reward functions, which runs their modules' code. If `weights` is None, all weights are 1.
 
     Each entry of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the
     directory of a reward model, which is loaded onto `device`. Raises `UserError` if a function does not exist, two

@@ -79,8 +79,8 @@ def sample(
 
     `module` is a transformers causal language model with enough positions for the longest prompt plus
     `max_completion_length` tokens. When all completions of a prompt have ended, `on_prompt_done` is called with the
-    prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th tokens of
-    all unfinished completions are sampled.
+    prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th token of
+    each unfinished completion is sampled.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
