@@ -87,8 +87,8 @@ class Figure(NamedTuple):
 class ReportPage:
     """Content of a report.
 
-    `subtitle` describes the run or benchmark, and `notes` contains remarks, as on missing data. `collapsed` maps
-    headings to long texts, hidden until the heading is opened. The tables in `groups` are displayed side by side.
+    `subtitle` describes the run or benchmark, and `notes` contains remarks, for example about missing data. `collapsed`
+    maps headings to long texts that are hidden at first. `groups` are tables displayed side by side.
     """
 
     title: str
