@@ -69,30 +69,30 @@ def shard_model(
             is 0). Each increment beyond 1 requires memory for one more unit and its gradients.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
-        decision: Decision on how ranks communicate, by default that of `decide_for(world, device=device)`. With that of
-            `decide_for(world, transport="collective")`, every rank must run the same number of microbatches, and
+        decision: Decision on how ranks communicate. The default is the result of `decide_for(world, device=device)`.
+            With `decide_for(world, transport="collective")`, every rank must run the same number of microbatches, and
             nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Likewise, memory for gradients that are summed locally and pushed once per minibatch.
+        gradient_cache_bytes: As above, but for gradients that are summed locally and pushed once per minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require one-sided windows in host memory. The model closes them.
-        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
-            are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA stream that uses the
-            model must wait for other streams that have used it before.
+        device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks
+            round-robin. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA
+            stream that uses the model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
         The sharded model, which sums gradients over the microbatches of all ranks that train it.
 
     Raises:
-        ValueError: An entry of `units` matches no submodule or one without a `forward` method, a dtype is not
+        ValueError: An entry in `units` matches no submodule, or one without a `forward` method, a dtype is not
             supported, a trainable parameter has no real floating-point dtype, an embedding has `max_norm`, `prefetch`
             is negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
             an earlier model has closed `islands`.
         UserError: There is not enough memory for the windows, the device is not available, CuPy is missing for windows
-            on a GPU, the modules of two ranks differ, `decision` selects collectives although `device` is "cuda" or no
-            windows in host memory although `islands` is given, or a cache setting is invalid.
+            on a GPU, the modules of two ranks differ, `decision` selects collectives although `device` is "cuda", or
+            selects no windows in host memory although `islands` is given, or a cache setting is invalid.
     """
     sizes = (parameter_cache_bytes, gradient_cache_bytes)
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
@@ -167,7 +167,7 @@ def decide_for(
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host,
-            which needs no probe and requires the defaults of `zero_copy` to `device`.
+            which needs no probe and requires the default values of `zero_copy` through `device`.
         zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
             "off" to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
@@ -177,10 +177,10 @@ def decide_for(
         node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
             "off" to fetch it once per rank.
         mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
-        device: Device that computes: "cpu" or "cuda".
+        device: Device on which the model computes: "cpu" or "cuda".
         shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
             is on the GPU. With `window_device` "auto", the windows are on the GPUs only if there is enough memory.
-        tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op are then an error.
+        tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op then cause an error.
 
     Raises:
         UserError: A setting is invalid or not supported by the MPI library, the device is not available, or an
@@ -214,9 +214,9 @@ def decide_for(
 
 
 def choose_device(world: World) -> tuple[str, str]:
-    """Choose the device for `run.device: auto`: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
+    """Choose the device for `run.device: auto`: "cuda" if each rank has its own GPU, otherwise "cpu". Collective.
 
-    Returns the device and the reason for the choice as text, both of which are the same on all ranks.
+    Returns the device and a string that explains the choice. Both are the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))

@@ -24,9 +24,9 @@ class StoppedError(RuntimeError):
 
 
 def file_error(error: OSError) -> UserError:
-    """Return a `UserError` for an `OSError` that concerns a file, such as a missing permission.
+    """Return a `UserError` for an `OSError` that concerns a file, such as a permission error.
 
-    An error that names no file is raised again unchanged, because no setting can correct it.
+    An error that does not name a file is re-raised unchanged, because no setting can correct it.
     """
     if error.filename is None:
         raise error

@@ -56,11 +56,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_text_durable(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace the content of a file in an existing directory atomically and durably.
+    """Replace a file's content atomically and durably. The file's directory must exist.
 
     Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
     the file is unchanged. If several processes write to the same path, the last write determines the content. If
-    `private`, only this user may access the file.
+    `private` is True, only the current user can access the file.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     new = Path(temporary)
@@ -111,7 +111,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory if the file system supports that, to disk."""
+    """Flush a file to disk, or the entries of a directory if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -123,7 +123,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, and flush their entries to disk."""
+    """Create a directory and any missing parents, and flush their directory entries to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

@@ -16,7 +16,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Convert a size such as "65536", "64K" or "2G" to bytes, where 1K is 1024. Return None for any other text."""
+    """Convert a size such as "65536", "64K" or "2G" to bytes, where 1K is 1024. Return None for any other string."""
     scale = SUFFIXES.get(text[-1:].upper(), 1)
     digits = text if scale == 1 else text[:-1]
     return int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else None
@@ -37,12 +37,12 @@ def format_duration(seconds: float) -> str:
 
 
 def printable_text(text: str) -> str:
-    """Escape lone surrogates, which occur in undecodable file names, so that the text can be encoded as UTF-8."""
+    """Escape lone surrogates, which occur in undecodable file names, so that the string can be encoded as UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def truncate_text(text: str, max_chars: int) -> str:
-    """Truncate a text to `max_chars` characters, including the "..." with which a truncated text ends."""
+    """Truncate a string to `max_chars` characters, including the "..." that marks the truncation."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 

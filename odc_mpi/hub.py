@@ -49,7 +49,7 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
     """Return the name and the revision of the Hub model that `path` denotes, or None if it denotes no Hub model.
 
     A Hub model is denoted by the directory of its snapshot in a cache, or by NAME[@REVISION] if no such file or
-    directory exists and the text does not end with the suffix of an HDF5 file. Without REVISION, the revision is None.
+    directory exists and `path` does not end with an HDF5 suffix. Without REVISION, the revision is None.
     """
     if match := _SNAPSHOT.fullmatch(path):
         return match[1].replace("--", "/"), match[2]
@@ -81,7 +81,7 @@ def resolve_model_path(
     downloads: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Return the directory of a model, which is downloaded first if it is a Hub model that is not in the cache.
+    """Return a model's directory, first downloading the model if it is a Hub model that is not in the cache.
 
     Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged. Raises
     `AllRanksUserError` if the model is not in the cache and cannot be downloaded.

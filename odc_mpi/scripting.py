@@ -31,7 +31,7 @@ class TrainResult:
     """Result of `train`, which is the same on all ranks except for the times in `summary`.
 
     Attributes:
-        run_dir: Directory of the run, which can be passed to `odc-mpi export`, or as the `model` of another run.
+        run_dir: Directory of the run, which can be passed to `odc-mpi export`, or to another run as its `model`.
         losses: Training loss of each step.
         summary: Content of summary.json, or only the entry `steps` if the run was already complete.
     """
@@ -57,7 +57,7 @@ def train(
             the section `model`.
         data: Path of a data set written by `prepare` or of a prompt file for GRPO, or a mapping with the settings in
             the section `data`.
-        world: World of the ranks that train, which stays open. By default, a world of all ranks that closes at the end.
+        world: World of the ranks that train, which stays open. The default is a world of all ranks, closed at the end.
         settings: Other top-level entries of the YAML file, such as the section `run={"steps": 10}`.
 
     Raises:

@@ -25,8 +25,8 @@ def read_file(path: Path) -> Any:
     Returns None if the document is empty.
 
     Raises:
-        UserError: The file cannot be read, is a device or a named pipe, is not one valid document, or exceeds
-            `MAX_BYTES`, `MAX_VALUES` or `MAX_DEPTH`.
+        UserError: The file cannot be read, is a device or a named pipe, does not contain exactly one valid document, or
+            exceeds `MAX_BYTES`, `MAX_VALUES` or `MAX_DEPTH`.
     """
     content = _read(path)
     try:
@@ -55,7 +55,7 @@ def _read(path: Path) -> bytes:
 
 
 def read_value(text: str) -> Any:
-    """Parse a command-line argument as YAML. Blank or invalid text, or text beyond a limit, is returned unchanged."""
+    """Parse a command-line argument as YAML. Text that is blank, invalid or beyond a limit is returned unchanged."""
     try:
         return yaml.load(text, Loader=_Loader) if text.strip() else text
     except (yaml.YAMLError, ValueError):
@@ -63,7 +63,7 @@ def read_value(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Return True unless a text contains NUL or a lone surrogate, which represents a byte that is not valid UTF-8."""
+    """Return True unless a string contains NUL or a lone surrogate, which represents a byte that is not valid UTF-8."""
     return not _NOT_UTF8.search(text)
 
 

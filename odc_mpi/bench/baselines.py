@@ -48,7 +48,7 @@ class UnshardedBaseline:
     """Plain PyTorch in one process, on the CPU or a GPU: the reference for sharded training.
 
     Trains without communication on all microbatches of `loader`, which no other contender may use. `module` is the
-    model to train on `device`, by default that of `build_unsharded_model`.
+    model to train on `device`, by default the result of `build_unsharded_model`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class FSDPBaseline(UnshardedBaseline):
 
 @contextmanager
 def gloo_process_group(world: World) -> Iterator[None]:
-    """Context manager with a gloo process group of all ranks, which must be on one node. Collective.
+    """Context manager that provides a gloo process group of all ranks, which must be on one node. Collective.
 
     The ranks rendezvous through a file in a private directory, and by default communicate over the loopback interface.
     """

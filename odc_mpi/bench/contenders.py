@@ -36,7 +36,7 @@ def odc_step(trainer: Trainer, rank: int) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Round:
-    """One contender's result for a round: time of the slowest rank, total number of input tokens, loss of each step."""
+    """One contender's result for a round: the slowest rank's time, the number of input tokens, and each step's loss."""
 
     seconds: float
     num_tokens: int

@@ -25,10 +25,10 @@ DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 def interleaved(
     variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
 ) -> dict[str, list[T]]:
-    """Call every variant once per round, so that all variants suffer alike if the machine is slow for a while.
+    """Call every variant once per round, so that a temporary slowdown of the machine affects all variants alike.
 
     The variant that begins changes from round to round, because it may find caches in a different state. `on_call` is
-    called before each variant with the index of the round and the name. Returns the results of each variant by round.
+    called before each variant with the index of the round and the name. Returns each variant's results by round.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -88,11 +88,11 @@ def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, l
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return one entry per variant for the JSON object of a benchmark.
+    """Return one entry per variant for a benchmark's JSON object.
 
     `times` contains the seconds per operation on `num_bytes` bytes, by variant and round. Each entry contains the
     quartiles of `seconds` and `gb_per_s` and, for each key of `references`, the median speed relative to a reference
-    variant, or None without one. The functions in `references` convert a variant's name to that of its reference.
+    variant, or None if there is none. The functions in `references` convert a variant's name to that of its reference.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -114,7 +114,7 @@ def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark result as one line of JSON or as tables. For rank 0 only."""
+    """Print a benchmark result as one line of JSON or as tables. Call this only on rank 0."""
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
@@ -127,7 +127,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line to standard error on rank 0."""
+    """Return a function that prints a line to standard error on rank 0, and does nothing on other ranks."""
 
     def print_line(line: str) -> None:
         if rank == 0:

@@ -47,8 +47,8 @@ def measure(
     """Measure the schedules in `MEASURED` on the same minibatches, and simulate all schedules on rank 0. Collective.
 
     Times are scaled so that a perfectly balanced minibatch takes `step_s` seconds on average. Returns a JSON object
-    with the keys of `header`, the measured results (see `summarize`), and `simulated`, which contains the
-    simulated speed-ups on rank 0 and None on other ranks. Raises `AllRanksUserError` if there are several nodes.
+    with the keys of `header`, the measured results (see `summarize`), and `simulated`, which contains the simulated
+    speed-ups on rank 0 and is None on other ranks. Raises `AllRanksUserError` if there are several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
@@ -113,7 +113,7 @@ class MeasuredTiming:
 
 
 class TimedMicrobatch(NamedTuple):
-    """Microbatch of one rank. `seconds` is its modeled duration, summed over all units, before scaling."""
+    """One rank's microbatch. `seconds` is its modeled duration, summed over all units, before scaling."""
 
     seconds: float
     is_dummy: bool = False

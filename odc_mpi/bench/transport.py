@@ -138,7 +138,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def checked(operations: Sequence[Callable[[], object]], target: torch.Tensor, is_right: Callable[[], bool]) -> Variant:
-    """Return a variant. Each of its `operations` writes to `target`, whose content `is_right` verifies."""
+    """Return a variant with `operations` that write to `target`, whose content `is_right` verifies."""
 
     def writes_right() -> bool:
         target.zero_()
@@ -149,7 +149,7 @@ def checked(operations: Sequence[Callable[[], object]], target: torch.Tensor, is
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units whose content `is_whole` verifies. `attributes` sets its other fields."""
+    """Return a variant that fetches units whose content `is_whole` verifies. `attributes` are other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())

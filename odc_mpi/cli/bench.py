@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
-#: Function that measures on all ranks, from the module of the benchmark in `odc_mpi.bench`, the world, and a function
-#: that prints a line about the progress.
+#: Function that measures on all ranks. Its arguments are the benchmark's module in `odc_mpi.bench`, the world, and a
+#: function that prints a line about the progress.
 Measure: TypeAlias = "Callable[[Any, World, Callable[[str], None]], Mapping[str, Any]]"
 
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each setting with its value and where the value comes from, and return the exit code."""
+    """Print each setting with its value and the source of the value, and return the exit code."""
     from odc_mpi.training import settings
 
     require_config(arguments)

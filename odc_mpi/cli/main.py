@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of `sys.argv`, and return the exit code. Collective if the command is."""
+    """Run a command, by default the one in `sys.argv`, and return the exit code. Collective if the command is."""
     if argv is not None:
         return _run(argv)
     output = open_standard_streams()

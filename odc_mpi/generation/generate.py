@@ -19,7 +19,7 @@ class SamplingParams:
     """Sampling settings. The constructor raises `UserError` if a value is out of range.
 
     Completions are limited to fewer than `max_new_tokens` tokens if the model has too few positions. A temperature of 0
-    selects the most likely token. `top_p`, in (0, 1], is the threshold for nucleus sampling, which 1 disables.
+    selects the most likely token. `top_p`, in (0, 1], is the threshold for nucleus sampling; 1 disables it.
     """
 
     max_new_tokens: int = 128

@@ -55,7 +55,7 @@ class GenerationModel:
 def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
     """Load the model `arguments.source` and its tokenizer. For `rank` and `size`, see `load_model`.
 
-    Dtypes are those of `load_model`, except that a full model in a Hugging Face directory has its `stored_dtype`.
+    Dtypes are those of `load_model`, except that a full model in a Hugging Face directory keeps its `stored_dtype`.
     Raises `UserError` if the model, checkpoint or tokenizer is missing or damaged, or if the model is a reward model.
     """
     path, step, base = arguments.source, arguments.step, arguments.base

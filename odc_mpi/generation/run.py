@@ -115,8 +115,8 @@ def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
 def read_examples(text: str | None, questions: Sequence[str] | None, path: Path | None) -> list[Example]:
     """Return the prompt `text`, a conversation for each of the `questions`, or the prompts in the file `path`.
 
-    Exactly one of the arguments must be given. Raises `UserError` otherwise, or if a text is empty, or if the file
-    cannot be read, contains no prompts or contains an invalid line.
+    Raises `UserError` unless exactly one argument is given, or if `text` or a question is empty, or if the file cannot
+    be read, contains no prompts or contains an invalid line.
     """
     options = {"--prompt TEXT": text, "--chat TEXT": questions, "--prompts FILE": path}
     given = [option for option, value in options.items() if value is not None]
@@ -147,7 +147,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return the JSON object for a completion in the output file. Special tokens are omitted from the text."""
+    """Return the JSON object to write to the output file for a completion. Special tokens are omitted from its text."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}
@@ -202,7 +202,7 @@ def _print_prompt(tokenizer: Any, request: Request, count: int) -> TextStreamer:
 
 
 def chat(arguments: GenerateArguments, world: World, system: str | None = None) -> None:
-    """Read questions from standard input, one per line, and print each answer while it is generated.
+    """Read questions from standard input, one per line, and print each answer as it is generated.
 
     The conversation consists of the `system` message, if given, and all questions and answers so far. If generation
     fails, for example because the conversation is too long, an error is printed and a new conversation begins. Raises

@@ -25,7 +25,7 @@ def round_for_exact_sum(value: float, max_magnitude: float) -> float:
     """Round a summand so that float64 sums of rounded summands are exact, regardless of the order of summation.
 
     `max_magnitude` must be positive and at least as large as the magnitude of every summand. Finite values are rounded
-    to a multiple of a unit of at most 2**-44 times `max_magnitude`. Sums below 2**8 times `max_magnitude` are exact.
+    to multiples of a unit of at most 2**-44 times `max_magnitude`. Sums below 2**8 times `max_magnitude` are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
     return round(value / unit) * unit if math.isfinite(value) else value
@@ -38,9 +38,9 @@ class Step:
     Attributes:
         number: Number of the step, starting at 1.
         minibatch: Minibatch of the step, with the data of all ranks.
-        metrics: Metrics added by callbacks, written as a line of ``metrics.jsonl``. They are equal on all ranks, except
-            for values that depend on the rank's clock.
-        failure: Error that all ranks set, to be raised after all callbacks have run `on_step_end`, or None to continue.
+        metrics: Metrics that callbacks add, which are written as a line of ``metrics.jsonl``. They are equal on all
+            ranks, except for values that depend on the rank's clock.
+        failure: Error to raise after all callbacks have run `on_step_end`, set on all ranks, or None to continue.
     """
 
     number: int
@@ -54,7 +54,7 @@ class MicrobatchResult(NamedTuple):
 
     Attributes:
         loss: Contribution of the microbatch to the loss of the minibatch.
-        statistics: Further values that the objective has computed for the microbatch.
+        statistics: Additional values that the objective computed for the microbatch.
         began, ended: Start and end in seconds, as returned by `time.perf_counter`.
         busy_s: Duration in seconds, including fetches and pushes, but not waits for slower ranks.
     """
@@ -71,9 +71,9 @@ class Callback:
     """Base class with the hooks of the training loop. The hooks do nothing unless a subclass overrides them.
 
     Attributes:
-        gathered_names: Names of the `local_values`, equal on all ranks and distinct from those of other callbacks.
+        gathered_names: Names of the `local_values`, the same on all ranks and different from those of other callbacks.
         columns: Columns that the callback adds to the progress line on the terminal.
-        summary: Entries of ``summary.json``, keyed by name, each computed from a metric that the callback adds.
+        summary: Entries for ``summary.json``, keyed by name. Each is computed from a metric that the callback adds.
     """
 
     gathered_names: Sequence[str] = ()
@@ -111,7 +111,7 @@ class Callback:
         """Process a completed step, after its updated parameters are published. May be collective."""
 
     def on_train_end(self) -> Mapping[str, Any]:
-        """Finish the run, and return entries of ``summary.json``. May be collective."""
+        """Finish the run, and return entries for ``summary.json``. May be collective."""
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from odc_mpi.observe.terminal import ProgressReporter
 class RunLogger(Callback):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
-    Must run after `callbacks`, which add the metrics and define the columns and the entries of the summary. Prints
+    Must run after `callbacks`, which add the metrics and define the columns and the summary's entries. Prints
     `startup_lines` first. `steps` is the number of steps of the run. If the run was resumed, only rank 0's summary
     includes the earlier steps.
     """

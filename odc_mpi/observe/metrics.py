@@ -36,7 +36,7 @@ class ProgressColumn(NamedTuple):
 
 
 class SummaryField(NamedTuple):
-    """Entry of ``summary.json``: the reduction of one metric, a key of ``metrics.jsonl``, over all steps.
+    """Entry in ``summary.json``: one metric (a key in ``metrics.jsonl``), reduced over all steps.
 
     `mean` weights each step by its duration. `per_step` divides the sum by the number of steps. `first`, `last` and
     `min` ignore steps whose gradients were not finite. `start` is the value of step 0, the state before training. The
@@ -50,8 +50,8 @@ class SummaryField(NamedTuple):
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Writer that appends lines to ``metrics.jsonl``. Creates the run directory if it is missing.
 
-    Raises `UserError` if the directory cannot be created or the file cannot be opened. If a line cannot be written
-    later, it is dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
+    Raises `UserError` if the directory cannot be created or the file cannot be opened. Lines that cannot be written
+    later are dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -64,7 +64,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line, unbuffered so that a crash loses no completed step. NaN and infinity are written as null."""
+        """Append a line without buffering, so a crash loses no completed step. NaN and infinity are written as null."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -104,7 +104,7 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 class Summary:
-    """Reduces the metrics of all steps to entries of ``summary.json``. `fields` defines the entries, keyed by name.
+    """Reduces the metrics of all steps to entries for ``summary.json``. `fields` defines the entries, keyed by name.
 
     `previous_lines` are the lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
@@ -138,10 +138,10 @@ class Summary:
                 self._values[key] = value
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `fields`, the reduced entries, `steps` (the number of all steps) and `elapsed_s`.
+        """Return `fields`, the reduced entries, `steps` (the total number of steps) and `elapsed_s`.
 
-        `elapsed_s` is the time since this start plus the duration of earlier steps. An entry of `fields` with the key
-        of a reduced `sum` replaces the sum of the metrics since this start, because it is more precise.
+        `elapsed_s` is the time since the last start plus the duration of earlier steps. If `fields` has the key of a
+        reduced `sum`, its value replaces the sum of the metrics since the last start, because it is more precise.
         """
         values = dict(self._values)
         for key, (_, reduce) in self._fields.items():

@@ -33,7 +33,7 @@ class MicrobatchResults:
     def end(self, microbatch: Microbatch, values: torch.Tensor) -> list[MicrobatchResult]:
         """End a microbatch, and return the results that are complete, in order.
 
-        `values`, float64 `[1 + k]`, are its loss and the `k` statistics of its objective.
+        `values`, float64 `[1 + k]`, contains the microbatch's loss, followed by the objective's `k` statistics.
         """
         loss, *statistics = values.tolist()
         busy_s = self._clock() - self._busy_s
@@ -55,7 +55,7 @@ class _Pending(NamedTuple):
 
 
 class DeviceResults(MicrobatchResults):
-    """Results of microbatches on a GPU, complete at the end of the minibatch.
+    """Results of microbatches on a GPU, which are complete at the end of the minibatch.
 
     The host runs at most one microbatch ahead of the GPU. Otherwise, it could claim microbatches that other ranks could
     compute sooner.

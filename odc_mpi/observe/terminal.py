@@ -36,7 +36,7 @@ _LEFT = ProgressColumn("left", 8, "{left}")
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
-    The step number precedes `columns`, of which only the first is printed for a skipped step. `console` is by default
+    The step number precedes `columns`, of which only the first is printed for a skipped step. `console` defaults to
     `make_console()`. Use the reporter as a context manager, so that the bar is removed before an error is printed.
     """
 
@@ -72,7 +72,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.console.print(closing_table(summary))
 
     def close(self) -> None:
-        """Remove the bar. Idempotent."""
+        """Remove the bar. May be called more than once."""
         if self._bar:
             self._bar.stop()
             self._bar = None

@@ -33,9 +33,9 @@ _PEAK_FLOPS = {
 
 
 class StartReport(Callback):
-    """Adds the duration of each startup phase in seconds to the summary, as the maximum over all ranks.
+    """Adds the duration of each startup phase to the summary, in seconds, as the maximum over all ranks.
 
-    Must be the first callback: the `on_train_begin` hooks of later ones, such as an evaluation, are the next phase.
+    Must be the first callback, because the `on_train_begin` hooks of later callbacks are part of the next phase.
     """
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
@@ -124,7 +124,7 @@ class StepTimeMetrics(Callback):
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return wait times since this start, peak memory, cache sizes, and collectives per minibatch. Collective.
+        """Return wait times since the last start, peak memory, cache sizes, and collectives per minibatch. Collective.
 
         Wait times are means over the ranks, in seconds, and include waits for the gradient norm and for the publication
         of parameters. Peak memory is the maximum over the ranks, and cache sizes are minima, all in bytes.
@@ -162,7 +162,7 @@ class TrafficReport(Callback):
 
 
 class IslandMetrics(Callback):
-    """Adds to the metrics, as means over the ranks, bytes exchanged with other islands in a minibatch, and wait times.
+    """Adds bytes exchanged with other islands per minibatch, and wait times, to the metrics, as means over the ranks.
 
     A rank waits for other ranks of its island and for exchanges with other islands. The waits are those at the end of
     the previous minibatch, because `local_values` are computed before the waits of the current minibatch.
@@ -188,7 +188,7 @@ class IslandMetrics(Callback):
         step.metrics |= {name: float(gathered.per_rank(name).mean()) for name in self.gathered_names}
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return the waits since this start, including those of the last minibatch. Collective."""
+        """Return the wait times since the last start, including those of the last minibatch. Collective."""
         waits_s = self._world.gather_objects(self._usage.island_wait_s - self._start_s)
         return {"island_wait_s": sum(waits_s) / len(waits_s)}
 

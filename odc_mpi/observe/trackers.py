@@ -52,7 +52,7 @@ class TrackerCallback(Callback):
     """Sends the metrics of every step to trackers. Must run after the callbacks that add the metrics.
 
     Args:
-        names: Names of the trackers, keys of `TRACKERS`. Must be empty on all ranks except rank 0.
+        names: Names of the trackers, which are keys of `TRACKERS`. Must be empty on all ranks except rank 0.
         config: Settings of the run, keyed by dotted name, for the trackers to store.
         finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
@@ -65,7 +65,7 @@ class TrackerCallback(Callback):
         self._threads: list[TrackerThread] = []
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Start a thread per tracker. Each thread first writes the steps before this start from ``metrics.jsonl``."""
+        """Start a thread per tracker. Each thread first writes the earlier steps from ``metrics.jsonl``."""
         if not self._names:
             return
         previous = [_record(line) for line in read_metrics(self._run_dir, completed_steps)]
@@ -89,7 +89,7 @@ class TrackerCallback(Callback):
 
 
 class TrackerThread:
-    """Thread that creates a tracker with `make`, writes the records in `previous`, and then queued records."""
+    """Thread that creates a tracker with `make`, writes the records in `previous`, and then writes queued records."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -109,7 +109,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end. If it still runs after `timeout_s` seconds, warn and disable the tracker."""
+        """Wait for the thread to end. If it is still alive after `timeout_s` seconds, warn and disable the tracker."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -136,7 +136,7 @@ def _record(metrics: Mapping[str, Any]) -> LogRecord:
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers in `metrics`, keyed by the tags that `rewrite_logs` of transformers would use."""
+    """Return the finite numbers in `metrics`, keyed by the tags that transformers' `rewrite_logs` would use."""
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": float(value)
         for key, value in metrics.items()
@@ -166,8 +166,8 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
     """Start the tracker `name`, a key of `TRACKERS`, and return it. Call `require_tracker_packages` first.
 
-    `directory` is for the files of the tracker; an existing one is removed first. `run_name` is the display name of the
-    run. `config` contains the settings of the run, which all trackers except TensorBoard store.
+    The tracker writes its files to `directory`, which is removed first if it exists. `run_name` is the display name of
+    the run. `config` contains the settings of the run, which all trackers except TensorBoard store.
     """
     if directory.exists():
         shutil.rmtree(directory)

@@ -58,7 +58,7 @@ _LINES = (
 def describe(result: Mapping[str, Any]) -> ReportPage:
     """Create a report on a benchmark or a simulation from its JSON object.
 
-    Raises LookupError, TypeError or ValueError if `result` is not such an object.
+    Raises LookupError, TypeError or ValueError if `result` is not a JSON object of this kind.
     """
     return KINDS[result["benchmark"]](result)
 

@@ -50,7 +50,7 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transpar
 
 
 class Tile(NamedTuple):
-    """Box at the top of a page with a key figure: its name, its value, and a remark below the value."""
+    """Box at the top of a page with a key result: its name, its value, and a remark below the value."""
 
     label: str
     value: str
@@ -68,7 +68,7 @@ class Table(NamedTuple):
 class Figure(NamedTuple):
     """Plot with a title and a caption. HTML pages show the plot, and terminals show the tables instead.
 
-    `name` is the name for `odc-mpi report --picture`, and the prefix of the element ids in the SVG document. `draw`
+    `name` is the value for `odc-mpi report --picture`, and the prefix of the element ids in the SVG document. `draw`
     draws the plot without the title.
     """
 
@@ -87,8 +87,8 @@ class Figure(NamedTuple):
 class ReportPage:
     """Content of a report.
 
-    `subtitle` describes the run or benchmark, and `notes` has remarks, for example about missing data. `collapsed` are
-    long texts, keyed by heading, hidden until the reader opens the heading. `groups` are displayed side by side.
+    `subtitle` describes the run or benchmark, and `notes` contains remarks, for example about missing data. `collapsed`
+    maps headings to long texts that are hidden at first. `groups` are tables displayed side by side.
     """
 
     title: str

@@ -17,9 +17,9 @@ _LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
 
 
 class GanttRow(NamedTuple):
-    """Timeline of one rank, with `label` to its left: start and end times in seconds, keyed by kind of activity.
+    """Timeline of one rank, with `label` to its left. `spans` maps kinds of activity to start and end times in seconds.
 
-    A note has a start time, an end time and a text. A line marks the start, and the text is drawn if it fits.
+    A note consists of a start time, an end time and a label. A line marks the start, and the label is drawn if it fits.
     """
 
     label: str
@@ -28,7 +28,7 @@ class GanttRow(NamedTuple):
 
 
 class GanttChart(NamedTuple):
-    """Gantt chart with the timelines of several ranks, and times in seconds to mark with a line and a text."""
+    """Gantt chart with the timelines of several ranks, and times in seconds to mark with a line and a label."""
 
     heading: str
     rows: Sequence[GanttRow]
@@ -38,7 +38,7 @@ class GanttChart(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar for one value, with its lower and upper quartile if known, and the values from other sources."""
+    """Bar for one value, with its lower and upper quartiles, if known, and values from other sources."""
 
     label: str
     value: float
@@ -48,7 +48,7 @@ class Bar:
 
 
 class BarPanel(NamedTuple):
-    """Panel of bars, with the format specification of their values, and a vertical line at the value `line`, if any."""
+    """Panel of bars, with a format specification for their values, and a vertical line at `line` unless it is None."""
 
     heading: str
     bars: Sequence[Bar]
@@ -73,7 +73,7 @@ class Curve(NamedTuple):
 class Panel:
     """Panel of a plot, `height` pixels high, with one or more curves.
 
-    `form` is "log" for a logarithmic y axis, a format specification for one that includes 0, or "" for any other.
+    `form` is "log" for a logarithmic y axis, a format specification for a y axis that includes 0, or "" otherwise.
     """
 
     heading: str
@@ -83,7 +83,7 @@ class Panel:
 
 
 class Histogram(NamedTuple):
-    """Histogram of token counts, with the edges of its bins and positions to mark with a line and a text, in tokens."""
+    """Histogram of token counts. Bin edges, and the positions to mark with a line and a label, are in tokens."""
 
     heading: str
     edges: Sequence[float]
@@ -282,7 +282,7 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
 
 
 def stack(x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style]) -> Drawing:
-    """Draw the shares of time at each step `x` as a stacked bar. `parts` maps activities to shares, from 0 to 1."""
+    """Draw a stacked bar of shares of time for each step in `x`. `parts` maps activities to shares, from 0 to 1."""
     drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))

@@ -41,7 +41,7 @@ Lines = Sequence[Mapping[str, Any]]
 def loss_figure(lines: Lines) -> Figure:
     """Create a figure with the losses and, for DPO and reward models, accuracies, margins and log-probabilities.
 
-    `lines` are the lines of ``metrics.jsonl``, including that of step 0, if any.
+    `lines` are the lines of ``metrics.jsonl``, including the line for step 0, if any.
     """
     loss = _curve(lines, "loss", "training")
     curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
@@ -151,7 +151,7 @@ def _known(values: Iterable[float]) -> list[float]:
 def timeline(trace: Mapping[str, Any]) -> Figure:
     """Create a Gantt chart of the last steps on up to `MAX_RANKS` ranks, from the content of ``trace.json``.
 
-    Ranks are grouped by island, if there are several.
+    Ranks are grouped by island if there are several islands.
     """
     steps = trace["steps"]
     ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
@@ -217,7 +217,7 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Create a figure of activities' shares of the step time, averaged over ranks, from lines of ``metrics.jsonl``."""
+    """Create a figure of each activity's share of the step time, averaged over ranks, from ``metrics.jsonl`` lines."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]

@@ -24,7 +24,7 @@ def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[fl
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Return 1 for each completion whose last number equals the last number in the column `answer`, and 0 otherwise.
 
-    Numbers before the last ``####`` in a text are ignored, as in GSM8K. The reward is None if `answer` has no number.
+    Numbers before the last ``####`` in a string are ignored, as in GSM8K. The reward is None if `answer` has no number.
     """
 
     def compare(text: str, answer: Any) -> float | None:
@@ -43,12 +43,12 @@ def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | 
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float | None]:
-    """Return the number of tokens of each completion. A negative weight rewards shorter completions."""
+    """Return the number of tokens in each completion. A negative weight rewards shorter completions."""
     return [float(len(tokens)) for tokens in completion_ids]
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, if any, ignoring commas in numbers and text before the last ``####``."""
+    """Return the last number in a string, or None. Text before the last ``####`` and commas in numbers are ignored."""
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None

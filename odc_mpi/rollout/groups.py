@@ -12,7 +12,7 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 
 class PromptGroup(NamedTuple):
-    """Prompt with its sampled completions, all as tokens, and the advantages of the completions.
+    """Prompt and its sampled completions, all as tokens, with the completions' advantages.
 
     Attributes:
         position, prompt_index: Index of the prompt in the minibatch, and its index in the prompt file.
@@ -50,7 +50,7 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Pack sequences, each a prompt and a completion, into microbatches of at most `max_tokens` tokens, and yield them.
+    """Pack sequences (prompt plus completion) into microbatches of at most `max_tokens` tokens, and yield them.
 
     Excluded completions are omitted, and so are completions with an advantage of 0 unless `with_all` is True. A
     sequence of more than `max_tokens` tokens gets its own microbatch, as does every sequence if `packs` is False.

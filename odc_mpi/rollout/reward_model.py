@@ -26,7 +26,7 @@ class RewardModel:
     """Reward function that scores completions on `device` with the reward model and tokenizer in the directory `path`.
 
     Raises `UserError` if the model or tokenizer cannot be loaded, weights are missing from the safetensors files, the
-    model does not have exactly one output, or no padding token is known.
+    model does not have exactly one output, or the padding token is unknown.
     """
 
     def __init__(self, path: Path, device: torch.device | str) -> None:

@@ -52,7 +52,7 @@ class GroupRewards:
     Attributes:
         per_function: Unweighted rewards, float64 `[functions, completions]`. An entry is NaN if the function does not
             apply to the completion, or if any function failed for the completion.
-        rewards: Sums over the functions, weighted by `weights`, float64 `[completions]`. A sum is NaN if all terms are.
+        rewards: Sums over the functions, weighted by `weights`, float64 `[completions]`. NaN if all terms are NaN.
         num_failed: Number of completions for which a function failed.
     """
 
@@ -72,7 +72,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result, float64 `[completions]`, is 0 for a reward of NaN, and everywhere if all other rewards are equal.
+        The result, float64 `[completions]`, is 0 where a reward is NaN, and everywhere if all others are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -84,7 +84,7 @@ class GroupRewards:
 def load_reward_functions(
     specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu"
 ) -> list[RewardFunction]:
-    """Import reward functions, which runs the code of their modules. If `weights` is None, all weights are 1.
+    """Import reward functions, which runs their modules' code. If `weights` is None, all weights are 1.
 
     Each entry of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the
     directory of a reward model, which is loaded onto `device`. Raises `UserError` if a function does not exist, two
@@ -118,7 +118,7 @@ def compute_rewards(
     Args:
         reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
-        prompt, rank: Index of the prompt, and this rank, for messages.
+        prompt, rank: Index of the prompt, and number of this rank, for use in messages.
         timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
             failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.

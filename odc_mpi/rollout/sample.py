@@ -34,8 +34,8 @@ _MIN_ROWS = 16
 class RolloutSamplingParams:
     """Sampling settings for rollouts. All except `seed` and `step` have the same names as settings in the section `rl`.
 
-    A temperature of 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. The random numbers
-    depend on `seed`, the seed of the run, and `step`, the training step, which counts from 1 and is 0 outside training.
+    A temperature of 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. `seed` is the seed of
+    the run. `step` is the training step, starting at 1, or 0 outside training. The random numbers depend on both.
     """
 
     num_generations: int
@@ -75,12 +75,12 @@ def sample(
     on_prompt_done: OnPromptDone,
     on_token: Callable[[int], None] = lambda token: None,
 ) -> None:
-    """Sample completions of one or more prompts in one decode batch. One-sided if the model is sharded.
+    """Sample completions for one or more prompts in one decode batch. One-sided if the model is sharded.
 
     `module` is a transformers causal language model with enough positions for the longest prompt plus
     `max_completion_length` tokens. When all completions of a prompt have ended, `on_prompt_done` is called with the
-    prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th tokens of
-    all unfinished completions are sampled.
+    prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th token of
+    each unfinished completion is sampled.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)

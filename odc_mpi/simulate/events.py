@@ -19,7 +19,7 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class SimulatedTiming:
-    """End of the slowest rank's minibatch, in seconds, and busy intervals of each rank, without dummy microbatches."""
+    """Time in seconds when the slowest rank finishes, and each rank's busy intervals, excluding dummy microbatches."""
 
     end_s: float
     timeline: list[Intervals]
@@ -43,7 +43,7 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 
 
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
-    """Simulate ranks that do not wait for each other. `durations[rank]` contains the durations of its microbatches."""
+    """Simulate ranks that do not wait for each other. `durations[rank]` lists its microbatches' durations."""
     ends = [[0.0, *accumulate(durations_of_rank)] for durations_of_rank in durations]
     timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
     return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)
@@ -81,7 +81,7 @@ def simulate_dynamic(
     """Simulate ranks that claim the next microbatch when they become idle.
 
     Rank `r` can claim microbatches from time `available_at[r]` on. Microbatch `k` takes `duration(r, k)` on rank `r`
-    and begins at `ready[k]` at the earliest. The rank that became idle first, or the lowest of several, claims first.
+    and cannot begin before `ready[k]`. The rank that became idle first claims first; ties go to the lowest rank.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

@@ -10,7 +10,7 @@ from odc_mpi.errors import UserError
 
 #: Maximum values of options in seconds and in GB/s. Larger values are probably typos.
 MAX_S = MAX_GB_PER_S = 10**6
-#: Bytes of a parameter that islands exchange with an outer loop, by the value of `islands.wire`. Blocks of 32 integers
+#: Bytes per parameter that islands exchange with an outer loop, by the value of `islands.wire`. Blocks of 32 integers
 #: or 4-bit numbers share a scale of 1 byte.
 WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 33 / 32, "e3m0": 17 / 32}
 LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"

@@ -76,7 +76,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return pairs of end time (in seconds) and group, sorted by time, for `groups` decoded together on a rank."""
+        """Return sorted pairs of end time (in seconds) and group, for `groups` that `rank` decodes together."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.
@@ -128,7 +128,7 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules of a GRPO run, and return the result as a JSON object. Deterministic.
+    """Simulate all schedules of a GRPO run, and return the result as a JSON object. The result is deterministic.
 
     `speedup` (over collective/barrier), `idle_fraction` and `step_s` contain a number for each schedule and for the
     lower bound, `BOUND`. `timeline` maps each schedule to the intervals in which each rank generates or trains in the

@@ -88,7 +88,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return the known distribution `name`, or that of the data set at this path. Raises a `UserError` otherwise."""
+    """Return the known distribution `name`, or that of the data set at this path, or raise `UserError`."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
@@ -120,7 +120,7 @@ class SimulatedMinibatch:
     speeds: Floats
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch (indices of sequences) on a rank without caches."""
+        """Return the duration of a microbatch, given as sequence indices, on a rank without caches."""
         work_s = self.scenario.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
         return work_s / float(self.speeds[rank]) + self.scenario.communication_s
 
@@ -223,13 +223,13 @@ class Scenario(ScenarioOptions):
 
     @property
     def exchange_s(self) -> float:
-        """Seconds in which each rank exchanges its shard of gradients, then of parameters, with other islands."""
+        """Seconds that a rank needs to exchange its shards of gradients and then of parameters with other islands."""
         num_bytes = 2 * self._model_bytes * (self.num_islands - 1) / self.ranks
         return num_bytes / 1e9 / self.link_gb_per_s if self.link_gb_per_s else 0.0
 
     @property
     def outer_exchange_s(self) -> float:
-        """Mean seconds per minibatch in which an outer loop exchanges parameters between islands.
+        """Mean seconds per minibatch that an outer loop spends exchanging parameters between islands.
 
         Once in `sync_every` minibatches, each rank receives its share of the parameters from all other islands.
         """
@@ -241,7 +241,7 @@ class Scenario(ScenarioOptions):
 
     @cached_property
     def in_island(self) -> "Scenario":
-        """Scenario in which ranks fetch from and push to their own island only."""
+        """Scenario in which ranks only fetch from, and push to, their own island."""
         # Not 0, which would be refused with `unit_bytes`.
         fetch_gb_per_s = self.fetch_gb_per_s or MAX_GB_PER_S
         without_outer = replace(self, sync_every=0, wire=ScenarioOptions.wire)

@@ -79,10 +79,10 @@ def summarize(
 
     The other arguments are the times that `collect_timings` returns. Keys of the result, besides `scenario`:
         floor: Speed-up of the floor over collective/lb_micro.
-        speedup: Speed-up over collective/lb_micro of each schedule and of `BOUNDS`.
-        idle_fraction: Fraction of the time that ranks wait or run dummy microbatches, of each schedule and of `BOUNDS`.
+        speedup: Speed-up of each schedule and of `BOUNDS` over collective/lb_micro.
+        idle_fraction: Fraction of the time that ranks wait or run dummy microbatches, for each schedule and `BOUNDS`.
         idle_per_rank: Idle fraction of each rank, by schedule.
-        step_s: Mean duration of a minibatch in seconds, of each schedule and of `BOUNDS`.
+        step_s: Mean duration of a minibatch in seconds, for each schedule and `BOUNDS`.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
         timeline: Busy intervals of each rank in the first minibatch, in seconds, by schedule.
     """
@@ -148,7 +148,7 @@ def ratios(
 ) -> dict[str, dict[str, float]]:
     """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each keyed by schedule or bound.
 
-    `ends` contains the seconds of each minibatch, and `work` the total busy seconds of all ranks in all minibatches.
+    `ends` contains each minibatch's duration, and `work` the total busy time of all ranks, both in seconds.
     """
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
     return {

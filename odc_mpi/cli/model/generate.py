@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def start(arguments: argparse.Namespace, work: Callable[[Any, Any, Any], object]) -> int:
-    """Initialize MPI, call `work` on all ranks, and return the exit code of the command. Collective.
+    """Initialize MPI, call `work` on all ranks, and return the command's exit code. Collective.
 
     The arguments of `work` are the module `generation.run`, the `GenerateArguments`, and the `World`.
     """
