@@ -22,11 +22,11 @@ class Encoded:
     Attributes:
         tokens: Tokens of the sequence, uint32 [length].
         loss_mask: True for each loss token, bool [length].
-        is_plain_text: True for a text without a prompt, which may be split into several sequences.
-        starts_with_bos: True if the tokenizer begins plain texts with the bos token.
+        is_plain_text: True if the sequence is text without a prompt, which may be split into several sequences.
+        starts_with_bos: True if the tokenizer begins plain text with the bos token.
         has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
         omitted: See `templates.Rendered`.
-        pair: Numbers of tokens in the parts of a pair of answers (see `pairs.encode`); None for other sequences.
+        pair: Token counts for a pair of answers (see `pairs.encode`); None for other sequences.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -39,7 +39,7 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Number of tokens to which the option `--max-length` applies."""
+        """Number of tokens that count toward `--max-length`."""
         return len(self.tokens)
 
     @property
@@ -53,11 +53,11 @@ class Encoded:
 
 
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
-    """Tokenize examples with a fast tokenizer from transformers, and return the sequences of each.
+    """Tokenize examples with a fast tokenizer from transformers, and return the sequences for each example.
 
-    A conversation has one sequence, or one for each answer to train on. For `split_turns`, see `ChatRenderer`. Raises a
-    `UserError` if the tokenizer lacks an end-of-sequence token for texts or a chat template for conversations, and an
-    `InvalidRecordError` if the template rejects the messages, or does not render them as `templates` requires.
+    A conversation yields one sequence, or one for each answer to train on (see `split_turns` in `ChatRenderer`). Raises
+    a `UserError` if the tokenizer lacks an end-of-sequence token for texts or a chat template for conversations, and an
+    `InvalidRecordError` if the template rejects the messages or does not render them in the way `templates` requires.
     """
     pairs = [example for example in examples if isinstance(example, PromptCompletion)]
     chats = [example for example in examples if isinstance(example, Conversation)]
@@ -88,10 +88,10 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
 
 
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
-    """Tokenize prompts, or conversations with the generation prompt, in the same way as training data.
+    """Tokenize prompts, and conversations followed by the generation prompt, in the same way as training data.
 
-    `examples` must not be empty. Raises a `UserError` if a conversation lacks a chat template, and an
-    `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.
+    `examples` must not be empty. Raises a `UserError` if there are conversations but no chat template, and
+    an `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]
@@ -120,7 +120,7 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """Return the bos token if the tokenizer begins sequences with it, as for Llama, or else no token."""
+    """Return a list of the bos token if the tokenizer begins sequences with it, as for Llama, or else an empty list."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 

@@ -37,7 +37,7 @@ _AHEAD = 4  # blocks per process that are submitted before the result of the fir
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Options of `prepare` for long sequences, held-out sequences and conversations."""
+    """Options that control how `prepare` treats long sequences and conversations, and which sequences it holds out."""
 
     max_length: Annotated[int | None, "longest sequence; default: no limit", "TOKENS"] = None
     overlong: Annotated[
@@ -56,14 +56,14 @@ class FilterCounts:
     """Counts of invalid records, of truncated, split and dropped sequences, and of their tokens.
 
     Attributes:
-        num_bad_lines, bad_lines: Number of invalid records, and error messages of the first three.
-        num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
-        num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
-            length, or are pairs whose answers do not differ there.
-        num_split, num_split_turns: Number of split plain texts, and of conversations with several sequences.
+        num_bad_lines, bad_lines: Number of invalid records, and the error messages for the first three.
+        num_truncated: Number of sequences that were truncated to the maximum length and not dropped afterward.
+        num_untrained_dropped: Number of sequences that were dropped because they have no loss tokens within the maximum
+            length, or because they are pairs whose answers do not differ there.
+        num_split, num_split_turns: Number of plain texts that were split, and of conversations with several sequences.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
-        omitted: End of the generation prompt that is missing in the first of these conversations.
+        omitted: End of the generation prompt that is missing from the first of these conversations.
     """
 
     num_bad_lines: int = 0
@@ -87,7 +87,7 @@ class FilterCounts:
         self.bad_lines, self.omitted = self.bad_lines[:_MAX_EXAMPLES], omitted
 
     def count(self, parts: Sequence[Encoded]) -> None:
-        """Count an example that was encoded as the sequences `parts`, before they are filtered."""
+        """Add an example to the counts, given its sequences `parts` before they are filtered."""
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -97,10 +97,10 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Sequences of a block for training, and held-out sequences.
+    """A block's sequences for training, and its held-out sequences.
 
-    `kinds` contains the location of the first pair of answers (key True) and of the first other example (key False). A
-    block with both has no sequences.
+    `kinds` maps True to the location of the first pair of answers, and False to that of the first other example. A
+    block that contains both kinds has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
@@ -193,7 +193,7 @@ def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int)
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Return True for about `fraction` of all sequences. The result depends only on the tokens of the sequence."""
+    """Return True for about `fraction` of all sequences. The result depends only on a sequence's tokens."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
@@ -208,8 +208,8 @@ def encode_blocks(
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in `num_proc` processes, and yield the results in order, each with the index of its source.
 
-    The worker processes end when the generator ends or is closed. Raises a `UserError` if `encode_block` raised it in a
-    worker process, or a worker process ended early.
+    The worker processes end when the generator ends or is closed. Raises a `UserError` if `encode_block` raises one in
+    a worker process, or if a worker process ends early.
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.

@@ -22,8 +22,8 @@ _FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS
 _OPTIONAL = ("input", "system", "tools")
 #: Fields that may contain messages, also as JSON text, because table cells contain only text.
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *_ANSWERS)
-#: Names in a source for the fields that this module expects: maps each renamed field to its name in the source, such as
-#: ``{"prompt": "question"}``. If required fields of a format are renamed, only formats with all of these are accepted.
+#: Names that a source uses for fields of this module. Maps each renamed field to its name in the source, such as
+#: ``{"prompt": "question"}``. If required fields are renamed, only formats that require all of them are accepted.
 Columns = Mapping[str, str]
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
@@ -34,7 +34,7 @@ class PromptCompletion:
 
     Attributes:
         location: File and line of the record, for error messages.
-        prompt: Text before the completion, without loss; may be empty.
+        prompt: Text that precedes the completion and has no loss; may be empty.
         completion: Text to train on; empty if the prompt is used for generation.
     """
 
@@ -50,13 +50,13 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a chat. The model is trained on the assistant's messages that are not in `context`.
+    """Messages of a chat. The model is trained on the assistant messages whose indices are not in `context`.
 
     Attributes:
         location: File and line of the record, for error messages.
         messages: Messages without null fields. Each message contains the strings `role` and `content`.
         tools: Definitions of the tools that the assistant may call, for the chat template.
-        context: Indices of the assistant's messages without loss.
+        context: Indices of the assistant messages that have no loss.
     """
 
     location: str
@@ -85,7 +85,7 @@ Example = PromptCompletion | Conversation
 class PreferencePair:
     """Two answers to the same prompt, stored as two examples that each consist of the prompt and one answer.
 
-    Without a prompt, the text with which both completions begin serves as the prompt.
+    If there is no prompt, the text that both completions begin with serves as the prompt.
     """
 
     chosen: Example
@@ -103,7 +103,7 @@ class PreferencePair:
 
 
 def check_columns(columns: Columns) -> None:
-    """Raise a `UserError` if a field is unknown or has an empty name, or if no format has all renamed fields."""
+    """Raise a `UserError` if a field is unknown or has an empty name, or if no format contains all renamed fields."""
     known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
     for name, source in columns.items():
         if name not in known or not source:
@@ -142,10 +142,10 @@ def _formats(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def parse_example(value: Any, location: str, columns: Columns | None = None) -> Example | PreferencePair:
-    """Return the example or pair in a record, given its value and location, as from `Block.records`.
+    """Return the example or pair that a record contains, given its value and location from `Block.records`.
 
     The epilog of `odc-mpi prepare --help` lists the formats. The first one whose fields are all present is used. Raises
-    an `InvalidRecordError` if the record has any other form, or a field has an invalid value.
+    an `InvalidRecordError` if the record does not match any format, or if a field has an invalid value.
     """
     record: Mapping[str, Any] = to_record(value, location)
     label = record.get("label")
@@ -182,9 +182,9 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without a completion.
 
-    The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`.
-    Assistant messages at the end are removed, but not the first message. Conversations may also have the fields
-    `system` and `tools`. Raises an `InvalidRecordError` if there is no prompt, or one of these fields is invalid.
+    The prompt is a list of messages in the field `messages`, or a string or list of messages in the field `prompt`.
+    Assistant messages at the end are removed, but the first message is always kept. Conversations may also have the
+    fields `system` and `tools`. Raises an `InvalidRecordError` if there is no prompt or one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):

@@ -25,10 +25,10 @@ from odc_mpi.errors import UserError
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Sequences of one optimizer step on all ranks. Iteration reads and yields the microbatches of this rank.
+    """Sequences for one optimizer step on all ranks. Iteration reads and yields this rank's microbatches.
 
-    Each microbatch is read when it is needed. Iteration raises a `UserError` if the plan contains split sequences, or a
-    pool, for which the method `microbatches` must be used.
+    Each microbatch is read only when it is needed. Iteration raises a `UserError` if the plan contains split sequences
+    or a pool. If there is a pool, use the method `microbatches` instead.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
@@ -46,17 +46,17 @@ class Minibatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of loss tokens on all ranks."""
+        """Total number of loss tokens on all ranks."""
         return int(self.dataset.num_trained_tokens[self.indices].sum())
 
     @cached_property
     def num_input_tokens(self) -> int:
-        """Number of tokens on all ranks."""
+        """Total number of tokens on all ranks."""
         return int(self.dataset.lengths[self.indices].sum())
 
     @property
     def island_amounts(self) -> tuple[int, ...]:
-        """Number of loss tokens on each island, or of pairs on each island if the sequences are pairs."""
+        """Number of loss tokens on each island, or number of pairs if the sequences are pairs."""
         num_each = self.dataset.num_trained_tokens[self.indices]
         if self.dataset.pair_counts is not None:
             num_each = np.ones_like(num_each)
@@ -65,7 +65,7 @@ class Minibatch:
 
     @property
     def island_share(self) -> float:
-        """Fraction of `island_amounts` that belongs to this rank's island."""
+        """Fraction of the total of `island_amounts` that belongs to this rank's island."""
         if not self.plan.islands:
             return 1.0
         amounts = self.island_amounts
@@ -90,9 +90,9 @@ class Minibatch:
             yield _read(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield dummy microbatches, so that this rank runs as many microbatches as the rank that has the most.
+        """Yield the dummy microbatches that this rank needs to run as many microbatches as the rank with the most.
 
-        A dummy consists of the shortest sequence in the minibatch, and its loss and gradients must be ignored.
+        Each dummy consists of the shortest sequence in the minibatch. Its loss and gradients must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -100,7 +100,7 @@ class Minibatch:
             yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield the microbatches of this rank, without chunks, and then those that it claims from its island's pool.
+        """Yield this rank's microbatches other than chunks, and then those that it claims from its island's pool.
 
         `claim` is a function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
         positions in the pool. Each position must be yielded on exactly one rank of the island.
@@ -116,27 +116,27 @@ def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
 
 
 class ShuffledSampler:
-    """Endless sampler of the sequences or prompts in each minibatch.
+    """Endless sampler that selects the sequences or prompts for each minibatch.
 
-    Each data epoch is one pass over the data set in a random order, which depends only on the seed and the data epoch.
-    The last minibatch of an epoch may be smaller.
+    Each data epoch is one pass over the data set in a random order that depends only on the seed and the data epoch.
+    The last minibatch of a data epoch may be smaller than the others.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
         """Create the sampler. The caller must close `dataset`.
 
-        `num_samples` is the number of sequences or prompts in a minibatch over all ranks.
+        `num_samples` is the number of sequences or prompts in a minibatch across all ranks.
         """
         self._dataset: Any = dataset
         self._num_samples, self._seed = num_samples, seed
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch: the data epoch, and the number of samples drawn from it."""
+        """Return the position of the next minibatch: the data epoch, and the number of samples drawn in it so far."""
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position from `state_dict`. Raises a `UserError` if it is outside the data set."""
+        """Continue from a position returned by `state_dict`. Raises a `UserError` if it is outside the data set."""
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(
@@ -146,7 +146,7 @@ class ShuffledSampler:
         self._move_to(data_epoch, position)
 
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
-        """Return the distinct indices in the next minibatches, ascending, int64 [n]. Does not advance the sampler."""
+        """Return the sorted, distinct indices in the next minibatches, int64 [n], without advancing the sampler."""
         state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
         for _ in range(num_minibatches):
             if found.all():
@@ -173,7 +173,7 @@ class Loader(ShuffledSampler):
     """Endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
-        cost: Cost model for planning. It may be replaced between minibatches by one that is the same on all ranks.
+        cost: Cost model for planning. It may be replaced between minibatches, but must be the same on all ranks.
     """
 
     def __init__(
@@ -195,16 +195,16 @@ class Loader(ShuffledSampler):
         """Create the loader, and check the settings against the data. The caller must close `dataset`.
 
         Args:
-            minibatch_sequences: Number of sequences in a minibatch over all ranks.
+            minibatch_sequences: Number of sequences in a minibatch across all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
-            balance: Name of one of `data.plan.balance.BALANCE_STRATEGIES`.
-            rank, size: Rank whose microbatches the minibatches yield, and number of ranks.
-            context_parallel: True to plan with `split_longest`, regardless of `balance` and `exact`. Requires `packs`
+            balance: Name of a strategy in `data.plan.balance.BALANCE_STRATEGIES`.
+            rank, size: Rank whose microbatches the minibatches yield, and the number of ranks.
+            context_parallel: True to plan with `split_longest` regardless of `balance` and `exact`. Requires `packs`
                 and a single island.
-            exact: True for microbatches that depend on neither the number of ranks of an island nor later values of
+            exact: True for microbatches that depend neither on the number of ranks per island nor on later values of
                 `cost`.
             packs: False to put only one sequence in each microbatch.
-            num_islands: Number of islands that train separately, which divides `size` (see `plan_islands`).
+            num_islands: Number of islands that train separately; must divide `size` (see `plan_islands`).
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.

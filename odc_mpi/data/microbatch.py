@@ -15,11 +15,11 @@ IGNORED_LABEL = -100  # the default `ignore_index` of `torch.nn.functional.cross
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
+    """Data for one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
         inputs: Arguments for a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence)
-            are int64 [1, T], and so are `labels`, which chunks, pairs and rollouts lack. Labels are -100 for tokens
+            are int64 [1, T]. So are `labels`, which chunks, pairs and rollouts do not have. Labels are -100 for tokens
             without loss and for the first token of each sequence. `cu_seq_lens_q` and `cu_seq_lens_k`, int32
             [num_sequences + 1], are the bounds of the sequences and of their keys (see `packed_inputs`). `max_length_q`
             and `max_length_k` are ints. `use_cache` is False (see `flash_attention_kwargs`).
@@ -40,7 +40,7 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Copy the tensors to `device`, asynchronously for a GPU. The bounds `cu_seq_lens_*` stay on the host."""
+        """Copy the tensors to `device`, asynchronously if it is a GPU. The bounds `cu_seq_lens_*` stay on the host."""
         if device.type == "cpu":
             return self
 
@@ -55,7 +55,7 @@ class Microbatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read the sequences with the given indices, int64 [n], n > 0, as a microbatch."""
+    """Read the sequences at `indices`, a nonempty int64 [n] array, as a microbatch."""
     tokens, loss_masks = zip(*(dataset[i] for i in indices), strict=True)
     for loss_mask in loss_masks:
         loss_mask[0] = False
@@ -67,7 +67,7 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read the tokens `begin:end` of a sequence as a chunk, whose last token predicts the token at index `end`."""
+    """Read tokens `begin:end` of a sequence as a chunk. The chunk's last token predicts the token at index `end`."""
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
     inputs = packed_inputs(tokens[begin:end], [end - begin])
@@ -108,7 +108,7 @@ def packed_inputs(
 def flash_attention_kwargs(lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the bounds of concatenated sequences as `FlashAttentionKwargs` for transformers, and `use_cache=False`.
 
-    `num_keys` contains the number of keys for each sequence; None if it equals the number of tokens.
+    `num_keys` contains the number of keys for each sequence; None if each has as many keys as tokens.
     """
     # With a cache, which is the default, transformers silently does not separate sequences by their positions.
     kwargs: dict[str, Any] = {"use_cache": False}

@@ -14,8 +14,8 @@ def check_outputs(
 ) -> list[str]:
     """Check that `prepare` may write these files, and return a line of text for each data set that it would replace.
 
-    Raises `UserError` if a file is an input or would become part of one, exists but is not a data set, was made from
-    sources with a digest other than `origin` (see `read_origin`) although `force` is False, or cannot be accessed.
+    Raises a `UserError` if a file is an input or would become part of one, exists but is not a data set, cannot be
+    accessed or, unless `force` is True, was made from sources whose digest is not `origin` (see `read_origin`).
     """
     replaced = []
     for path in paths:

@@ -92,15 +92,14 @@ class PrepareOptions(SequenceFilter):
 def prepare(
     source_specs: Sequence[str], out: Path, options: PrepareOptions | None = None, console: Console | None = None
 ) -> PrepareReport:
-    """Tokenize sources, and write a data set.
+    """Tokenize sources and write a data set.
 
     An existing, undamaged data set is kept if it was made with the same options and versions from unchanged sources.
-    Raises a `UserError` if the arguments, the sources or the tokenizer are invalid, or a file cannot be read or
-    written.
+    Raises a `UserError` if the arguments, sources or tokenizer are invalid, or if a file cannot be read or written.
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
-        out: New file, or data set to replace (see `PrepareOptions.force`). The file does not change if an error occurs.
+        out: New file, or data set to replace (see `PrepareOptions.force`). An existing file is kept if an error occurs.
         console: Console for a progress bar and notes on replaced files; None for no output.
     """
     try:

@@ -26,8 +26,9 @@ class PrepareReport(FilterCounts):
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
-        shares: Name and numbers of sequences and loss tokens, including held-out, of each source, if there are 2 to 50.
-        folders: For each source that is a folder, a line of text about its files.
+        shares: Name, number of sequences and number of loss tokens of each source, with held-out sequences included.
+            Empty unless there are 2 to 50 sources.
+        folders: A line of text about the files in each source that is a folder.
         elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
     """
 
@@ -50,7 +51,7 @@ class PrepareReport(FilterCounts):
     num_proc: int = 1
 
     def add_block(self, source: int, block: EncodedBlock) -> None:
-        """Count the sequences and invalid records of a block. `source` is the index of its source in `shares`."""
+        """Count the sequences and invalid records in a block. `source` is the index of its source in `shares`."""
         self.add(block.counts)
         share = self.shares[source]
         for sequence in itertools.chain(*block.sequences):
@@ -58,7 +59,7 @@ class PrepareReport(FilterCounts):
             share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
 
     def finish(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Copy the sizes of the data sets from their writers, and return the counts to store in them, keyed by name."""
+        """Copy the data sets' sizes from the writers, and return the counts to store in the data sets, by name."""
         for name in ("num_sequences", "num_tokens", "num_trained_tokens", "num_prompt_tokens", "longest"):
             setattr(self, name, getattr(writer, name))
         self.num_eval_sequences = sum(each.num_sequences for each in held_out)
@@ -68,7 +69,7 @@ class PrepareReport(FilterCounts):
         return {name: value for name, value in asdict(self).items() if name not in _NOT_STORED}
 
     def explain(self, max_length: int | None) -> str:
-        """Return the end of an error message that explains why there are no sequences to write."""
+        """Return the part of an error message that explains why there are no sequences to write."""
         if not self.num_dropped + self.num_untrained_dropped + self.num_bad_lines:
             return ": SOURCE contains no examples"
         skipped = f", {self.num_bad_lines} invalid, the first: {self.bad_lines[0]}" if self.bad_lines else ""

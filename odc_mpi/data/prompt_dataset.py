@@ -26,10 +26,10 @@ class PromptRecord(NamedTuple):
     """A prompt and its columns.
 
     Attributes:
-        tokens: Tokens of the prompt, at least one.
+        tokens: Tokens of the prompt; never empty.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
         columns: Keyword arguments for reward functions: all fields in the file that are not part of prompts. A field
-            that this record lacks is None.
+            that is missing from this record is None.
     """
 
     tokens: list[int]
@@ -43,10 +43,10 @@ class PromptRecord(NamedTuple):
 
 
 def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[str, Any]]]]:
-    """Yield the prompts of a file in blocks, each with the record that contains it.
+    """Yield a file's prompts in blocks, each prompt with the record that contains it.
 
-    Raises a `UserError` that names `setting`, which specifies the file, if the file cannot be read, contains no records
-    or is HDF5, and an `InvalidRecordError` if a record contains no valid prompt.
+    `setting` is the name of the setting that specifies the file, for error messages. Raises a `UserError` if the file
+    cannot be read, contains no records or is HDF5, and an `InvalidRecordError` if a record contains no valid prompt.
     """
     expected = f"{setting}: expected a file of prompts, such as JSON lines or Parquet, got {path}, which"
     try:
@@ -68,7 +68,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
 
 
 class PromptDataset:
-    """All prompts of a file, in memory. `vocab_size`, `max_token_id` and `vocabulary` are as in `Dataset`.
+    """All prompts in a file, held in memory. For `vocab_size`, `max_token_id` and `vocabulary`, see `Dataset`.
 
     Attributes:
         lengths: Number of tokens in each prompt, int64 [n].

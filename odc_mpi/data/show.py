@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line breaks a
 
 
 def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None:
-    """Print sequences of a data set, decoded with its tokenizer. For pairs, a title precedes each answer.
+    """Print sequences from a data set, decoded with its tokenizer. For pairs, a title precedes each answer.
 
     Loss tokens are green, or in double brackets if the console has no colors. Printing stops at the first index beyond
     the end of the data set. Raises a `UserError` if the data set is damaged or has no tokenizer.

@@ -34,7 +34,7 @@ class DataSource:
         name: Path, "stdlib" or name on the Hugging Face Hub.
         weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
         files: Files of the source, in the order in which they are read; empty for the standard library.
-        dataset: Data set of the library `datasets`, which is stored in `files`; None for other sources.
+        dataset: Loaded `datasets.Dataset`, which is stored in `files`; None for other sources.
     """
 
     name: str
@@ -79,7 +79,7 @@ class DataSource:
         return list(stdlib.functions())
 
     def columns(self, columns: Columns) -> Columns:
-        """Return `columns`, or the default names for the standard library."""
+        """Return `columns`, or an empty mapping for the standard library, whose fields are never renamed."""
         return {} if self.name == STDLIB else columns
 
     def count(self) -> int:
@@ -108,9 +108,8 @@ def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSou
     """Return the sources that the user specified. Data sets on the Hugging Face Hub are downloaded if necessary.
 
     Each of `specs` is a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by a colon and a weight.
-    For `split`, see `arrow.load`. Raises `UserError` if a source does not exist or cannot be loaded, a folder has
-    no data files, a weight is not a finite number above 0, only some sources have a weight, or `split` is given but no
-    source has splits.
+    For `split`, see `arrow.load`. Raises a `UserError` if a source cannot be found or loaded, a folder has no data
+    files, a weight is not finite and positive, only some sources have one, or `split` is set but no source has splits.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):
@@ -146,7 +145,7 @@ def _find(spec: str, split: str | None) -> DataSource:
 
 
 def suggest_name(path: Path) -> str:
-    """Return " (did you mean NAME?)" with the name most similar to that of a missing file, or "" if there is none."""
+    """Return " (did you mean NAME?)" with the name most similar to that of a missing file, or "" if none is similar."""
     return did_you_mean(path.name, (each.name for each in path.parent.glob("*")))
 
 
@@ -193,8 +192,8 @@ def _is_parquet(path: Path) -> bool:
 class Mixture:
     """Sources, and the number of examples to use from each.
 
-    `counts` contains, for each source, the number of its examples and the number to use; None to use each example once.
-    `seed` is the seed for the random selection of examples.
+    `counts` contains, for each source, the number of examples it has and the number to use; None to use each example
+    once. `seed` is the seed for the random selection of examples.
     """
 
     sources: Sequence[DataSource]
@@ -203,7 +202,7 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read, in all passes over the sources."""
+        """Total number of bytes to read in all passes over the sources."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
@@ -224,12 +223,12 @@ class Mixture:
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
-    """Determine the number of examples to use from each source. If sources have weights, their examples are counted.
+    """Determine the number of examples to use from each source. If the sources have weights, the examples are counted.
 
     `strategy` is "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
     example twice: the source with the fewest examples relative to its weight is used completely, and the others in
     part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used once, and
-    the others repeatedly. Raises a `UserError` if a weighted source is empty, or would be read over 1,000 times.
+    the others repeatedly. Raises a `UserError` if a weighted source is empty or would be read more than 1,000 times.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)

@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
     Attributes:
         spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
             parts that the chat template marks.
-        omitted: End of the generation prompt that is missing in `text`, such as "<think>"; empty if none is missing.
+        omitted: End of the generation prompt that is missing from `text`, such as "<think>"; empty if none is missing.
     """
 
     text: str
@@ -41,9 +41,9 @@ class ChatRenderer:
     """Renderer that applies the chat template of a tokenizer to conversations.
 
     Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
-    rejects the messages. `split_turns` is "never" for one example per conversation, or "always" for one example per
-    answer to train on, which ends with this answer. "auto" is "always" for a conversation in which later messages
-    change the text of earlier ones, other than special tokens after a turn, and "never" otherwise.
+    rejects the messages. If `split_turns` is "never", there is one example per conversation. If it is "always", there
+    is one example for each answer to train on, which ends with that answer. "auto" means "always" for conversations in
+    which later messages change the text of earlier ones, except special tokens after a turn, and "never" otherwise.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
@@ -59,10 +59,10 @@ class ChatRenderer:
         return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0].text
 
     def render_answers(self, chat: Conversation) -> list[Rendered]:
-        """Render the training examples of a conversation, in which each trained answer has loss exactly once.
+        """Render a conversation as training examples in which each trained answer has loss exactly once.
 
-        Raises `InvalidRecordError` if the chat template omits a part of an answer, or later messages change earlier
-        text so that an answer cannot be found or, if `split_turns` is "never", answers cannot share an example.
+        Raises an `InvalidRecordError` if the chat template omits part of an answer, or if changes that later messages
+        make to earlier text prevent finding an answer or, if `split_turns` is "never", sharing an example.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained = [i for i in answers if chat.message_has_loss(i)]
@@ -84,7 +84,7 @@ class ChatRenderer:
         return examples
 
     def end_of_turn(self, turn: str) -> int:
-        """Return the number of characters in a turn, without whitespace after the special token that ends it."""
+        """Return the number of characters in a turn, excluding whitespace after the special token that ends it."""
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
 

@@ -37,7 +37,7 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
     """Return the contents of the tokenizer's files in a directory or data set, keyed by relative path.
 
     The result is empty if there is no tokenizer. If `location` is a directory, the result also contains config.json,
-    which may determine the class of the tokenizer, from the directory `model` or, if None, from `location`.
+    which may determine the tokenizer's class. It is read from the directory `model` or, if that is None, `location`.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)
@@ -90,16 +90,16 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write files, given as a mapping from names to contents, to an existing directory."""
+    """Write files to an existing directory. `files` maps their relative paths to their contents."""
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer with transformers from a directory of `save_pretrained`, or a data set with a tokenizer.
+    """Load a tokenizer with transformers from a directory written by `save_pretrained`, or from a data set.
 
-    Raises a `UserError`, which names the `setting` that specifies `location`, if there is no fast tokenizer.
+    Raises a `UserError` if there is no fast tokenizer. Its message names `setting`, which specifies `location`.
     """
     files = tokenizer_files(location)
     return _load(location, location, setting) if files and location.is_dir() else load_files(files, location, setting)
@@ -108,7 +108,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a tokenizer with transformers from the contents of its files, which are keyed by file name.
 
-    Raises the errors of `load_tokenizer`, which name `location`, from which the files were read, and `setting`.
+    Raises the errors of `load_tokenizer`. Their messages contain `location`, where the files came from, and `setting`.
     """
     if not files:
         raise UserError(
@@ -142,7 +142,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    Text is split into words by the rules of Qwen2, which transformers applies to any tokenizer whose directory contains
+    Text is split into words by Qwen2's rules, which transformers applies to any tokenizer whose directory contains
     a model of type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

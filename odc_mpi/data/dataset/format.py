@@ -33,8 +33,8 @@ TYPES = {
 class PairCounts(NamedTuple):
     """Numbers of tokens in a pair, which consists of a prompt, a chosen answer and a rejected answer.
 
-    Each of the three parts has at least one token, and each answer at least one loss token. All tokens after the prompt
-    and the chosen answer belong to the rejected answer.
+    Each of the three parts has at least one token, and each answer has at least one loss token. All tokens after the
+    prompt and the chosen answer belong to the rejected answer.
     """
 
     num_prompt_tokens: int
@@ -43,7 +43,7 @@ class PairCounts(NamedTuple):
 
 
 class DamagedDatasetError(UserError):
-    """Error for a data set that does not contain what was written."""
+    """Error raised if a data set does not contain the data that was written."""
 
     def __init__(self, path: Path, description: str) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class DamagedDatasetError(UserError):
 
 @contextmanager
 def hdf5_errors(path: Path, description: str) -> Iterator[None]:
-    """Context manager that converts exceptions raised by h5py for a damaged file to a `DamagedDatasetError`.
+    """Context manager that converts exceptions that h5py raises for a damaged file to a `DamagedDatasetError`.
 
     `description` is the name of the data being read, such as "sequence 3".
     """
@@ -86,14 +86,14 @@ def _little_endian(array: npt.NDArray) -> bytes:
 
 
 def encode_text(text: str) -> np.bytes_:
-    """Convert text to the value of a fixed-length attribute. Characters that are invalid in UTF-8 are escaped."""
+    """Convert text to a value for a fixed-length attribute. Characters that UTF-8 cannot represent are escaped."""
     return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
 
 
 def read_attribute(attributes: h5py.AttributeManager, name: str, kind: type) -> Any:
-    """Read a text of fixed length (`kind` is `str`) or an integer (`int`).
+    """Read an attribute, which is a fixed-length string if `kind` is `str`, or an integer if `kind` is `int`.
 
-    Raises `KeyError` if the attribute is missing, or `TypeError` if it has another type.
+    Raises a `KeyError` if the attribute is missing, or a `TypeError` if it has a different type.
     """
     value = attributes[name]
     if kind is str and isinstance(value, bytes):

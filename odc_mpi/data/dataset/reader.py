@@ -34,7 +34,7 @@ _MAX_NUMBERS = 3  # of damaged sequences in a message
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Data set that is open for reading, and context manager that closes it. Sequences are read one at a time.
+    """Data set open for reading, which is closed at the end of a `with` body. Sequences are read one at a time.
 
     Attributes:
         lengths: Number of tokens in each sequence, int64 [n].
@@ -43,7 +43,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             if the sequences are not pairs.
         vocab_size: Number of tokens in the tokenizer's vocabulary.
         max_token_id: Largest token ID in the file. The model's embedding must have more rows than this.
-        vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
+        vocabulary: Digest of the tokenizer's vocabulary (see `vocabulary_digest`); empty if unknown.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -100,9 +100,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read a sequence, and return its tokens, int64 [length], and its loss mask, bool [length].
+        """Read a sequence. Returns its tokens, int64 [length], and its loss mask, bool [length].
 
-        Raises a `DamagedDatasetError` if the sequence cannot be read, or differs from the one that was written, an
+        Raises a `DamagedDatasetError` if the sequence cannot be read or differs from the one that was written, an
         `IndexError` if `index` is negative or too large, and a `ValueError` if the data set is closed.
         """
         if not self._file:
@@ -151,7 +151,7 @@ def is_dataset(path: Path) -> bool:
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files in a data set, keyed by relative path.
 
-    The result is empty if `path` is not a data set or has no tokenizer. Raises a `DamagedDatasetError` for damage.
+    Returns no files if `path` is not a data set or has no tokenizer. Raises a `DamagedDatasetError` if it is damaged.
     """
     if not is_dataset(path):
         return {}
@@ -166,7 +166,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def verify_dataset(path: Path) -> str:
-    """Read and verify the complete contents of a data set, and return a line of text that describes it.
+    """Read and verify an entire data set, and return a line of text that describes it.
 
     Raises the errors of `Dataset`, and a `DamagedDatasetError` that names the indices of the first damaged sequences.
     """
@@ -202,7 +202,7 @@ def read_origin(path: Path) -> str:
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
     """Verify the data sets written by one call to `prepare`, and return the counts stored in them, keyed by name.
 
-    The result is None if a data set is missing or damaged, its attribute `request` differs, or it is from another call.
+    Returns None if a data set is missing or damaged, has a different `request` attribute, or is from a different call.
     """
     reports = set()
     for path in paths:

@@ -29,7 +29,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
     If an exception leaves the `with` body, `Dataset` rejects the unfinished file. Leaving the body raises an `OSError`
-    if the file could not be written. The attributes `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens,
+    if the file cannot be written. The attributes `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens,
     not counting the first token of each sequence), `num_prompt_tokens` (of pairs), `longest` (maximum number of tokens
     in a sequence) and `max_token_id` describe the sequences appended so far.
     """
@@ -68,15 +68,15 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Set attributes to write when the `with` body ends normally. The text of `report` is written as a dataset."""
+        """Set attributes to write when the `with` body ends normally. `report` is written as an HDF5 dataset."""
         self._attributes.update(attributes)
 
     def append(
         self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
     ) -> None:
-        """Append a sequence: its tokens, uint32 [length], and loss mask, bool [length].
+        """Append a sequence, given its tokens, uint32 [length], and its loss mask, bool [length].
 
-        At least one token after the first must be a loss token. Either all sequences have a `pair`, or none.
+        At least one token after the first must be a loss token. Pass `pair` for either all sequences or none.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"

@@ -36,9 +36,9 @@ class EncodedPair(Encoded):
 
     @override
     def truncate(self, length: int | None) -> "EncodedPair":
-        """Return the pair with answers truncated so that the prompt and either answer have at most `length` tokens.
+        """Return the pair with answers truncated so that the prompt plus either answer has at most `length` tokens.
 
-        Tokens after the last loss token of each answer are removed, too. A prompt longer than `length` is kept.
+        Tokens after the last loss token of each answer are also removed. A prompt longer than `length` is kept.
         """
         num_prompt = self.pair.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
@@ -57,12 +57,12 @@ def _trim(sequence: Encoded, length: int | None = None) -> Encoded:
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
-    """Tokenize pairs, and return, for each pair, a list that contains one `EncodedPair`.
+    """Tokenize pairs. Returns, for each pair, a list that contains one `EncodedPair`.
 
-    Each answer is encoded after its prompt (`encode`). The prompt of the pair consists of the tokens with which both
-    sequences begin, up to the first loss token of either sequence, or for texts without a prompt up to the first
+    Each answer is encoded together with its prompt (see `encode`). The pair's prompt consists of the tokens that both
+    sequences begin with, up to the first loss token of either sequence or, for texts without a prompt, up to the first
     difference. Each answer has at least one token. Raises the errors of `encode`, and an `InvalidRecordError` if the
-    chat template requires one sequence per turn, or the two sequences are equal or begin with different tokens.
+    chat template requires one sequence per turn, or if the two sequences are equal or begin with different tokens.
     """
     sides = encode(tokenizer, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
     return [

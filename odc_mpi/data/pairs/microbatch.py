@@ -26,7 +26,7 @@ class PairMicrobatch(Microbatch):
 
 
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
-    """Read the pairs with the given indices, int64 [num_pairs], num_pairs > 0, as a microbatch."""
+    """Read the pairs at `indices`, a nonempty int64 [num_pairs] array, as a microbatch."""
     assert dataset.pair_counts is not None
     rows, lengths, prompts, logit_positions, targets, begin = [], [], [], [], [], 0
     for index in indices:

@@ -20,10 +20,10 @@ from odc_mpi.formatting import did_you_mean
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
-#: Function that forms microbatches, given the sequence lengths, the maximum number of tokens and a cost model.
+#: Function that packs sequences, given their lengths, the maximum number of tokens per microbatch and a cost model.
 Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
-#: Function that plans a minibatch, given the lengths of its sequences in tokens, int64 [n], the number of ranks, the
-#: maximum number of tokens in a microbatch, which no sequence may exceed (see `check_fit`), and the cost model.
+#: Function that plans a minibatch. The arguments are the sequence lengths in tokens, int64 [n]; the number of ranks;
+#: the maximum number of tokens in a microbatch, which no sequence may exceed (see `check_fit`); and the cost model.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 #: Number of sequences per rank that `rank_independent_packing` assumes.
 SEQUENCES_PER_RANK = 4
@@ -46,17 +46,17 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of the sequences of a minibatch to microbatches, and of the microbatches to ranks.
+    """Assignment of a minibatch's sequences to microbatches, and of the microbatches to ranks.
 
     Attributes:
-        microbatches: Microbatches of each rank, in the order in which they run. Each microbatch is a tuple of the
-            positions of its sequences in the minibatch. Empty microbatches are skipped, or replaced by dummy
-            microbatches if ranks synchronize in each microbatch.
-        pool: Microbatches, none of them empty, that idle ranks claim in this order (see `pool_of`).
+        microbatches: Each rank's microbatches, in the order in which they run. Each microbatch is a tuple of its
+            sequences' positions in the minibatch. Empty microbatches are skipped, or replaced by dummy microbatches if
+            ranks synchronize in each microbatch.
+        pool: Nonempty microbatches, which idle ranks claim in this order (see `pool_of`).
         splits: Sequences that are split into chunks on several ranks. Each rank runs its chunks in this order, before
             its microbatches. See `data.plan.context_parallel`.
-        islands: Positions of the sequences of each island, ascending; empty if there is one island. The islands have
-            equal numbers of consecutive ranks. See `plan_islands`.
+        islands: Positions of each island's sequences, in ascending order; empty if there is only one island. Each
+            island has the same number of consecutive ranks. See `plan_islands`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
@@ -94,12 +94,12 @@ def lb_micro(
     cost: CostModel,
     pack: Callable[[Lengths, int], list[list[int]]] = first_fit,
 ) -> Plan:
-    """Assign the same number of microbatches to all ranks, such that their k-th microbatches have about equal costs.
+    """Assign equally many microbatches to each rank, so that the k-th microbatches of all ranks cost about the same.
 
-    This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl, for training with collectives.
-    Sequences are first divided among the ranks (`partition_evenly`), then among the microbatches of each rank, which
-    run in order of decreasing cost, empty ones last. The number of microbatches is that of the rank that needs the most
-    when its sequences are packed with `pack`. If microbatches of equal cost would exceed `max_tokens`, verl adds a
+    This is LB-Micro from ODC (arXiv 2601.19362), which is verl's balanced batching, for training with collectives.
+    Sequences are first divided among the ranks (see `partition_evenly`), then among each rank's microbatches, which run
+    in order of decreasing cost, with empty ones last. The number of microbatches is that of the rank that needs the
+    most when its sequences are packed with `pack`. If microbatches of equal cost would exceed `max_tokens`, verl adds a
     microbatch on all ranks, whereas this function packs the sequences less evenly.
     """
     costs = cost.sequence(lengths)
@@ -112,7 +112,7 @@ def lb_micro(
 
 
 def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign about the same total cost to all ranks, and pack the sequences of each rank into few microbatches.
+    """Assign about the same total cost to each rank, and pack each rank's sequences into few microbatches.
 
     This is LB-Mini from ODC (arXiv 2601.19362). Sequences are divided among the ranks with the largest differencing
     method (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing
@@ -191,7 +191,7 @@ def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> Ba
 def plan_islands(
     lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
 ) -> Plan:
-    """Divide a minibatch among islands that train separately, and plan the part of each island.
+    """Divide a minibatch among islands that train separately, and plan each island's part.
 
     The parts have about equal sums of `costs`, float64 [n]. `minibatch_number` rotates the parts among the islands.
     `plan_island` plans sequences, given their lengths, for the ranks of one island. If there are several islands, it

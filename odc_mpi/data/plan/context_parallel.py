@@ -166,8 +166,8 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
     Under causal attention, later tokens cost more, so the first chunk is the longest. Striped Attention (arXiv
     2311.09431) and Llama 3 (arXiv 2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several
     parts of the sequence. Here, each chunk is one contiguous range of tokens. `length` is the number of tokens in the
-    sequence, at most `count * max_tokens`. Each chunk has at most `max_tokens` tokens. Returns the bounds of the
-    chunks, as in `SequenceSplit.bounds`.
+    sequence, which must not exceed `count * max_tokens`. Each chunk has at most `max_tokens` tokens. Returns the bounds
+    of the chunks, as in `SequenceSplit.bounds`.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share.

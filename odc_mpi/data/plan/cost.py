@@ -15,7 +15,7 @@ CHUNK_FACTOR = 1.08
 class CostModel:
     """Model of the costs of sequences, microbatches and chunks, all in the same arbitrary unit, such as FLOPs.
 
-    A sequence of `s` tokens costs `linear * s + quadratic * s**2`. A microbatch costs its sequences plus `constant`.
+    A sequence of `s` tokens costs `linear * s + quadratic * s**2`. A microbatch adds `constant` to its sequences' cost.
 
     Attributes:
         linear: Cost per token of all operations that process tokens independently.
@@ -30,7 +30,7 @@ class CostModel:
     chunk_factor: float = CHUNK_FACTOR
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the cost of each sequence, float64 with the shape of `lengths`, which contains numbers of tokens."""
+        """Return each sequence's cost, float64, in the shape of `lengths`, which contains the numbers of tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
 
@@ -43,7 +43,7 @@ class CostModel:
         return self.chunk_factor * (self.linear * (end - begin) + self.quadratic * (end * end - begin * begin))
 
 
-#: Constant cost of a microbatch, as the number of tokens with that cost. It arises because each parameter's gradient is
+#: Constant cost of a microbatch, as the number of tokens with that cost. It exists because each parameter's gradient is
 #: computed, flattened and pushed once, regardless of the number of tokens. It was measured to be 79 on CPUs
 #: (benchmarks/notes/balance.md), where `dynamic` packs about equally well with 40 to 250.
 MICROBATCH_TOKENS = 100

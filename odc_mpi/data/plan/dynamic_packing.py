@@ -22,8 +22,8 @@ PER_RANK = (1, 2, 3, 4, 8)  # large microbatches, unless max_tokens requires mor
 TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)  # of the minibatch's cost
 TAIL_RATIOS = (2, 4)  # of the cost of a large microbatch to that of a microbatch in the tail
 SPREADS = (0.0, 0.1)  # values of `spread` in `makespan` for which packings are evaluated
-#: Limits for the differencing method. With `MANY_PER_MICROBATCH` or more sequences per microbatch, costs are even
-#: without it. With `MANY` or more sequences in total, it takes too long.
+#: Limits for the differencing method. With `MANY_PER_MICROBATCH` or more sequences per microbatch, costs are
+#: already even without it. With `MANY` or more sequences in total, it takes too long.
 MANY_PER_MICROBATCH, MANY = 16, 2048
 
 
@@ -35,11 +35,12 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Pack a minibatch for `size` ranks. Returns microbatches of positions in `lengths`, costliest microbatch first.
+    """Pack a minibatch for `size` ranks. Returns microbatches, costliest first, as positions in `lengths`.
 
-    `lengths` (int64 [n], n > 0, each at most `max_tokens`) and `costs` (float64 [n]) are of the sequences. `constant`
-    is the cost of a microbatch in addition to that of its sequences. `available_at` contains, for each value in
-    `SPREADS`, the time at which each rank starts to claim, in units of cost, float64 [size]; None if all start at 0.
+    `lengths`, int64 [n], contains the length of each sequence in tokens, and `costs`, float64 [n], contains its cost.
+    There must be at least one sequence, and none may be longer than `max_tokens`. A microbatch costs `constant` more
+    than its sequences. `available_at` contains, for each value in `SPREADS`, the time at which each rank starts to
+    claim microbatches, in units of cost, float64 [size]; None if all ranks start at 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
@@ -61,7 +62,7 @@ def pack_pool(
 def makespan(
     work: npt.ArrayLike, size: int, spread: float = 0.0, available_at: npt.NDArray[np.float64] | None = None
 ) -> float:
-    """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in the given order.
+    """Return the time, in units of cost, at which the last rank ends if idle ranks claim items in the given order.
 
     `work` contains the cost of each item, float64 [n]. Costs are multiplied by factors from `1 - spread` on the first
     of `size` ranks to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim

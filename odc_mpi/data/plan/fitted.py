@@ -48,11 +48,11 @@ class FittedCostModel:
     The fit minimizes relative errors, so short microbatches matter as much as long ones. The more the time of a
     microbatch exceeds the expected time, the smaller its weight. The expected time is the current cost times this
     rank's median ratio of time to cost. Ranks may have different speeds. Until there is enough data, the cost model is
-    `prior`, in any unit. If the data does not determine the coefficients, for example because all lengths are equal,
-    their ratios are those in `prior`.
+    `prior`, which may be in any unit. If the data does not determine the coefficients, for example because all lengths
+    are equal, their ratios are those in `prior`.
 
     Attributes:
-        cost: Current cost model, the same on all ranks: first the prior, then a fit in seconds on a rank of mean speed.
+        cost: Current cost model, equal on all ranks: first the prior, then a fit in seconds for a rank of mean speed.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -63,9 +63,9 @@ class FittedCostModel:
         self._rows: ReportRows = np.zeros((0, ROW_LENGTH))
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time that this rank took for a microbatch whose sequences have these lengths in tokens, [n].
+        """Record the time that this rank took for a microbatch, whose sequence lengths in tokens are `lengths`, [n].
 
-        Does nothing if `lengths` is empty, or `seconds` is not a finite number above 0.
+        Does nothing if `lengths` is empty or `seconds` is not a finite number above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -76,13 +76,13 @@ class FittedCostModel:
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
         """Record the time that this rank took for a chunk that consists of the tokens `begin:end` of a sequence.
 
-        `seconds` must exclude waiting for other chunks. If it is not a finite number above 0, the call does nothing.
+        `seconds` must exclude time spent waiting for other chunks. Does nothing if it is not a finite number above 0.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return this rank's row: sums over its observations since the last report, float64 [ROW_LENGTH]."""
+        """Return this rank's row, float64 [ROW_LENGTH]: sums over its observations since the last report."""
         row = np.zeros(ROW_LENGTH)
         if self._observations:  # else the speed of this rank is unknown
             usual = float(np.median([time / self._estimate(*features) for *features, time in self._observations]))
@@ -103,7 +103,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost model to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed earlier rows."""
+        """Fit the cost model to all ranks' rows, float64 [size, ROW_LENGTH], and to earlier rows with lower weights."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         if len(self._rows) != len(rows):  # another number of ranks: equal shares of the sum, scaled to mean speed
@@ -119,7 +119,7 @@ class FittedCostModel:
         return {"cost": _numbers(self.cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the fit from `state_dict()` on any number of ranks, and drop this rank's observations."""
+        """Restore the fit from the `state_dict()` of any number of ranks, and drop this rank's observations."""
         constant, linear, quadratic = state["cost"]
         self.cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)

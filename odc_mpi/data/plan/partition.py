@@ -26,8 +26,8 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     """Split items into `size` parts of nearly equal cost using the largest differencing method.
 
     The method is that of Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD
-    82/113, 1982), for any number of parts. Initially, each item has its own split of `size` bins, of which only one is
-    not empty. The method repeatedly joins the two splits whose largest and smallest bins differ most, until one split
+    82/113, 1982), for any number of parts. Initially, each item has its own split of `size` bins, all but one of which
+    are empty. The method repeatedly joins the two splits whose largest and smallest bins differ most, until one split
     is left. A join merges the largest bins of one split with the smallest bins of the other.
 
     Costs must be at least 0. Returns the sorted indices of the items in each part, with the costliest part first.
@@ -145,9 +145,9 @@ def _flatten(contents: Any) -> list[int]:
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Pack items into bins by the first-fit decreasing method.
 
-    `sizes` contains the size of each item, int64 [n], at most `capacity`, the maximum total size of a bin. Returns the
-    indices of the items in each bin, in order of decreasing size. The number of bins is at most 11/9 of the minimum
-    plus 6/9 (Dósa 2007).
+    `sizes`, int64 [n], contains the size of each item, which must not exceed `capacity`, the maximum total size of a
+    bin. Returns, for each bin, the indices of its items in order of decreasing size. The number of bins is at most 11/9
+    of the minimum plus 6/9 (Dósa 2007).
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -176,8 +176,8 @@ def even_fit(
 ) -> list[list[int]]:
     """Pack items by decreasing cost into bins of about equal cost, and return the indices of the items in each bin.
 
-    `sizes`, int64 [n], are at most `capacity`, and `costs` are float64 [n]. Each item goes into the cheapest bin, or
-    into a new bin if the cheapest would exceed `capacity` or `max_cost`.
+    `sizes`, int64 [n], contains the size of each item, at most `capacity`. `costs`, float64 [n], contains its cost.
+    Each item goes into the cheapest bin, or into a new one if that bin would otherwise exceed `capacity` or `max_cost`.
     """
     bins: list[list[int]] = []
     totals: list[tuple[float, int, int]] = []  # heap of the cost, the index and the size of each bin

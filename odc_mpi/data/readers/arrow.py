@@ -24,7 +24,7 @@ _DEFAULT_SPLIT = "train"
 
 
 def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-    """Yield the rows of a file in blocks, in the order of the file. Columns with dates or times are omitted.
+    """Yield the rows of a Parquet file in blocks, in file order. Columns with dates or times are omitted.
 
     The number of bytes passed to `on_bytes_read` is approximate. Raises a `UserError` if the file or a value cannot be
     read, or if pyarrow is missing.
@@ -88,9 +88,9 @@ def is_hub_name(name: str) -> bool:
 def load(name: str, split: str | None) -> Any:
     """Load a `datasets.Dataset`, whose rows are read on demand. A data set on the Hub is downloaded if necessary.
 
-    `name` is a directory written by `save_to_disk`, or the name of a data set on the Hub. For the Hub, `split` may
-    include a slice, as in "train[:1%]". None selects the only split of a directory that has only one, or else "train".
-    Raises `UserError` if the library is missing, or the data set or its split cannot be loaded.
+    `name` is a directory written by `save_to_disk`, or the name of a data set on the Hub. On the Hub, `split` may
+    include a slice, as in "train[:1%]". None selects the only split if a directory has just one, or else "train".
+    Raises a `UserError` if the library is missing, or if the data set or split cannot be loaded.
     """
     try:
         import datasets
@@ -117,7 +117,7 @@ def load(name: str, split: str | None) -> Any:
 
 
 def read_rows(name: str, dataset: Any, on_bytes_read: Callable[[int], None], num_bytes: int) -> Iterator[Block]:
-    """Yield the rows of a data set in blocks. Columns with images, sound or other media are omitted.
+    """Yield the rows of a data set in blocks. Columns with images, audio or other media are omitted.
 
     `num_bytes` is the size of the data set's files. `on_bytes_read` receives a share of this size proportional to the
     number of rows read. Raises a `UserError` if rows cannot be read.

@@ -18,7 +18,7 @@ LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, 
 
 
 def parse_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list `tools`, decoded if it is JSON text; None if empty. Raises an `InvalidRecordError` if invalid."""
+    """Return the list `tools`, decoded if it is JSON, or None if empty. Raises an `InvalidRecordError` if invalid."""
     if isinstance(tools, str) and tools.strip():
         tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
     if not tools:

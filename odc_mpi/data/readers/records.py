@@ -16,7 +16,7 @@ class InvalidRecordError(UserError):
 
 
 def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return the text in a required field. Raises an `InvalidRecordError` if it is missing or not Unicode text."""
+    """Return a required field's text. Raises an `InvalidRecordError` if the field is missing or not Unicode text."""
     if field not in record:
         raise InvalidRecordError(f"{location}: expected the field {field!r}, got {field_names(record)}")
     text = record[field]
@@ -49,8 +49,8 @@ class Block:
     Attributes:
         name: Path of the file, or name of the data set.
         unit: Unit in which records are numbered, such as "row".
-        items: For each record, its number, counted from 1, and its parsed value, its unparsed line of JSON, or an error
-            if the record is invalid.
+        items: The number of each record, counted from 1, and its value: the parsed record, an unparsed line of JSON, or
+            an error if the record is invalid.
     """
 
     name: str
@@ -58,18 +58,18 @@ class Block:
     items: list[tuple[int, Any]]
 
     def select(self, selection: Iterator[bool]) -> "Block":
-        """Return the records for which `selection` yields True."""
+        """Return a block of the records for which `selection` yields True."""
         return Block(self.name, self.unit, [item for item in self.items if next(selection, False)])
 
     def records(self) -> Iterator[tuple[str, Any]]:
-        """Yield the location, for error messages, and the value of each record. `to_record` converts the value."""
+        """Yield each record's location, for error messages, and its value, which `to_record` converts to the record."""
         return ((f"{self.name}, {self.unit} {number}", value) for number, value in self.items)
 
 
 def to_record(value: Any, location: str) -> dict[str, Any]:
-    """Convert the value of a record in `Block.items` to the record.
+    """Return the record for a value from `Block.items`, parsing the value if it is a line of JSON.
 
-    Raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
+    Raises an `InvalidRecordError` if the value is an error, cannot be parsed, or is not a JSON object.
     """
     if isinstance(value, InvalidRecordError):
         raise InvalidRecordError(f"{location}: {value}")

@@ -23,7 +23,7 @@ class StdlibFunction(NamedTuple):
 
 
 def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
-    """Yield the functions and methods with docstrings in the Python files of a folder, ordered by path and line.
+    """Yield the functions and methods with docstrings in a folder's Python files, ordered by path and line.
 
     Duplicates, files that cannot be parsed, functions longer than `MAX_CHARS` characters, and completions shorter than
     `MIN_COMPLETION_CHARS` characters are omitted. The folder `root`, by default the standard library of the running

@@ -49,12 +49,12 @@ _Items = Iterator[tuple[int, Any, int]]
 
 
 def bare_suffix(path: Path) -> str:
-    """Return the lowercase suffix of a file name without .gz or .zst, such as ".csv" for "a.csv.gz"."""
+    """Return the suffix of a file name in lowercase, ignoring .gz and .zst, such as ".csv" for "a.csv.gz"."""
     return (path.with_suffix("") if path.suffix.lower() in COMPRESSED_SUFFIXES else path).suffix.lower()
 
 
 def read_records(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-    """Yield the records of a file in blocks, in the order of the file.
+    """Yield a file's records in blocks, in file order.
 
     A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, and JSON lines
     otherwise. If the name also ends in .gz or .zst, the file is decompressed. For `on_bytes_read`, see
