@@ -54,7 +54,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """Compiled `forward` of a layer, whose parameters may be replaced later, for example by `shard_model`."""
+    """Compiled `forward` of a layer. The layer's parameters may be replaced later, for example by `shard_model`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
