@@ -65,7 +65,7 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full tensor."""
+        """Number of elements in the full tensor."""
         return math.prod(self.shape)
 
 

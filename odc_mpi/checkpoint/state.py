@@ -40,7 +40,7 @@ class TensorRange(NamedTuple):
 
 
 class TrainingState:
-    """This rank's part of the state of a model and its optimizer.
+    """This rank's part of the state of a model and of its optimizer.
 
     If `omit_frozen_base` is True, frozen parameters are omitted, because they belong to a base model.
     """

@@ -23,8 +23,8 @@ class Fragment:
     """A rank's part of a fragment.
 
     Attributes:
-        parts: For each of the rank's slices that overlap the fragment, the index of the slice, the range of its
-            elements in the fragment, and the range of these elements in the fragment's flat buffer.
+        parts: For each of the rank's slices that overlap the fragment, the index of the slice, the overlapping
+            range of elements within the slice, and the range of these elements in the fragment's flat buffer.
         num_elements: Number of elements in the flat buffer, a multiple of 32.
     """
 

@@ -46,7 +46,7 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
 
 
 def describe_base(record: Mapping[str, Any]) -> str:
-    """Describe the origin of a base model for error messages. For `record`, see `check_base`."""
+    """Return a description of a base model's origin for error messages. For `record`, see `check_base`."""
     if record["path"] is not None:
         return f"from {Path(record['path'])}"
     return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}"
