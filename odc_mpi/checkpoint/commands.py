@@ -15,7 +15,7 @@ from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint in `path`. Raise `UserError` if it is damaged or there is no complete one."""
+    """Open the newest complete checkpoint in `path`. Raise `UserError` if it is damaged, or if none is complete."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
@@ -38,7 +38,7 @@ def list_lines(path: Path) -> Iterator[str]:
 def verify(path: Path) -> tuple[list[str], int]:
     """Verify every byte of all checkpoints in `path`.
 
-    Return the lines to print, and the number of checkpoints that are damaged or could not be verified.
+    Return the lines to print and the number of checkpoints that are damaged or could not be verified.
     """
     lines, num_damaged = [], 0
     for directory in checkpoint_directories(path):
@@ -56,7 +56,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield lines to print that describe the newest checkpoint in `path`, including the 2-norm of each tensor."""
+    """Yield lines that describe the newest checkpoint in `path`, including the 2-norm of each tensor."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         ranks = f"ranks {manifest.size}" + (f", islands {manifest.num_islands}" if manifest.num_islands else "")
@@ -82,7 +82,7 @@ def digest_line(path: Path) -> str:
 
 
 def index_line(path: Path) -> str:
-    """Write index.h5 for the newest checkpoint in `path`, and return a line to print. Raise `UserError` on damage."""
+    """Write index.h5 for the newest checkpoint in `path` and return a line to print. Raise `UserError` on damage."""
     with open_newest_checkpoint(path) as checkpoint:
         if error := checkpoint.check_files(range(checkpoint.manifest.size)):
             raise UserError(error)

@@ -19,7 +19,7 @@ from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
 from odc_mpi.files import sync
 from odc_mpi.hdf5_file import create_hdf5
 
-#: Box in a tensor: start and stop of the range in each dimension.
+#: Box in a tensor, given by the start and stop of its range in each dimension.
 Hyperslab = tuple[tuple[int, int], ...]
 #: Maximum number of ranks for which a checkpoint is saved with an index.
 MAX_INDEXED_RANKS = 64
@@ -28,9 +28,9 @@ _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(path: Path, directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint to the new file `path`, and return the record of that file.
+    """Write a checkpoint's index to the new file `path`, and return the record of this file.
 
-    The files of all ranks must be in `directory`. The index refers to them by name, so it is only valid there.
+    All ranks' files must be in `directory`. The index refers to them by name, so it is valid only in this directory.
     """
     with create_hdf5(path) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -68,8 +68,8 @@ def _fill_value(dtype: str, stored: np.dtype) -> int | float:
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
     """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
-    For each part, in order, yields its start and stop, and the hyperslab that has the same elements in the same order.
-    The parts are the end of a row `tensor[i]`, complete rows, and the beginning of a row. Parts of rows are split
+    Yields, for each part in order, its start and stop, and the hyperslab that contains the same elements in the same
+    order. The parts are the end of a row `tensor[i]`, complete rows, and the beginning of a row. Partial rows are split
     recursively. `shape` must have at least one dimension.
     """
     if start >= stop:

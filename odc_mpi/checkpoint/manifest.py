@@ -39,7 +39,7 @@ STORED_AS = {
     "float8_e4m3fn": "<u1",
     "float8_e5m2": "<u1",
 }
-#: Maximum number of elements of a tensor that are read at once to compute its digest.
+#: Maximum number of tensor elements that are read at once to compute a digest.
 BLOCK_NUMEL = 1 << 22
 #: Kinds of tensors (see `TensorRecord`).
 KINDS = ("trainable", "frozen", "buffer", "state")
@@ -51,11 +51,11 @@ class VersionError(UserError):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Kind, torch dtype (by name) and full shape of a tensor, and its ranges in the files of the ranks.
+    """Kind, name of the torch dtype, and full shape of a tensor, and its ranges in the ranks' files.
 
     The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
-    state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are not empty, and cover the
-    tensor in order.
+    state. A range is a tuple `(rank, start, stop)`, whose bounds are positions in the flattened tensor. No range is
+    empty, and together the ranges cover the tensor in order.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full tensor."""
+        """Number of elements in the full tensor."""
         return math.prod(self.shape)
 
 
@@ -82,13 +82,13 @@ class Manifest:
     """Description of a checkpoint that was saved by `size` ranks after `step` training steps.
 
     Attributes:
-        tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
+        tensors: Records of the tensors, keyed by the paths of their datasets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight. The paths of an island's own tensors begin with its `island_prefix`.
         scalars: Optimizer state with one number per parameter, such as `scalars["step"]["layers.0.weight"]`. The keys
             of an island's own state begin with its `island_prefix`.
         optimizer: Name of the optimizer class.
-        metadata: JSON-serializable values: the run's configuration, the position in the data, software versions, etc.
-        files: Records of the files of all ranks and of the index, if any, keyed by file name.
+        metadata: JSON-serializable values such as the run's configuration, position in the data and software versions.
+        files: Records of all ranks' files and of the index, if there is one, keyed by file name.
     """
 
     step: int
@@ -124,7 +124,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Map the step of each checkpoint in a directory to its path, oldest first. Checkpoints may be incomplete."""
+    """Map the steps of the checkpoints in a directory to their paths, oldest first. Checkpoints may be incomplete."""
     if not directory.is_dir():
         return {}
     by_step = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -140,7 +140,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raise `VersionError` for a version other than `VERSION`, `UserError` for damage."""
+    """Read a checkpoint's manifest. Raise `UserError` for damage, or `VersionError` if its version is not `VERSION`."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())
@@ -206,9 +206,9 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 
 def compute_digest(manifest: Manifest, read: Callable[[str, TensorRecord], Iterable[npt.NDArray]]) -> str:
-    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits.
+    """Return the digest of a manifest's tensors and scalars as 64 hexadecimal digits.
 
-    `read` takes the path and the record of a tensor, and yields its elements as arrays of the stored type, in order.
+    `read` takes a tensor's path and record, and yields the tensor's elements, in order, as arrays of the stored type.
     """
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):

@@ -22,10 +22,10 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Publish `directory`, which contains the files of all ranks, by renaming it atomically to the checkpoint `goal`.
+    """Publish `directory`, which contains all ranks' files, by atomically renaming it to the checkpoint `goal`.
 
-    The manifest and, unless there are many ranks, the index are written to `directory` first. `manifest` must have
-    records of all ranks' files. `directory` and `goal` must have the same parent. An existing `goal` is replaced.
+    The manifest and, unless there are many ranks, the index are written to `directory` first. `manifest` must
+    contain all ranks' file records. `directory` and `goal` must have the same parent. An existing `goal` is replaced.
     """
     files = dict(manifest.files)
     if manifest.size <= MAX_INDEXED_RANKS:
@@ -55,7 +55,7 @@ def prune(directory: Path, keep: int, protected_step: int | None = None) -> None
 
 
 def recover_retired(directory: Path) -> None:
-    """Restore the names of retired checkpoints that a killed run has not replaced.
+    """Restore the names of retired checkpoints that a killed run did not replace.
 
     Call this before searching for checkpoints, because a retired checkpoint may be the newest. No run may write to the
     directory at the same time.
@@ -67,7 +67,7 @@ def recover_retired(directory: Path) -> None:
 
 
 def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
-    """Return the original paths of complete retired checkpoints without a replacement, keyed by current path."""
+    """Return the original paths of complete retired checkpoints that were not replaced, keyed by current path."""
     goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))
@@ -79,7 +79,7 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
 def remove_incomplete(directory: Path) -> None:
     """Remove unfinished and retired checkpoints that killed runs left in a directory.
 
-    First, `recover_retired` restores those that were not replaced. No run may write to the directory at the same time.
+    `recover_retired` first restores those that were not replaced. No run may write to the directory at the same time.
     """
     recover_retired(directory)
     for prefix in (_UNFINISHED, _RETIRED):

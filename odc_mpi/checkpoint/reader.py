@@ -25,7 +25,7 @@ _MAX_OPEN = 64
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """Complete checkpoint, open for reading. Construction raises the same errors as `read_manifest`."""
+    """Complete checkpoint that is open for reading. The constructor raises the same errors as `read_manifest`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,7 +58,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Verify the files of `ranks` except tensor data. Return the first error message, or None if all are intact."""
+        """Verify the files of `ranks`, except tensor data. Return the first error message, or None if there is none."""
         try:
             for rank in ranks:
                 with self._open(rank):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(threading.Thread, Generic[T]):
-    """Daemon thread, started on construction, that calls `function`. Exceptions are lost: report them in `function`."""
+    """Daemon thread that starts when constructed and calls `function`, which must report its own exceptions."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(name="odc_mpi-checkpoint", daemon=True)
@@ -56,13 +56,13 @@ class Saver:
 
     Args:
         directory: Directory for the checkpoints, on a file system that all nodes share.
-        token: Part of the names of hidden directories. Must be unique to this start of the run, and equal on all ranks.
-        keep: Number of the newest complete checkpoints to keep. 0 keeps all.
+        token: Part of the hidden directories' names. Must be unique to this start of the run and the same on all ranks.
+        keep: Number of most recent complete checkpoints to keep. 0 keeps all of them.
         warn: Thread-safe function that prints a line for the user.
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
     Attributes:
-        num_saved, num_failed: Numbers of published and failed checkpoints. Always 0 on ranks other than 0.
+        num_saved, num_failed: Numbers of published and of failed checkpoints. Always 0 on ranks other than 0.
         last_failed: True if the last checkpoint failed. Always False on ranks other than 0.
     """
 
@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """True from `start` until every rank has reported whether its file was written. Equal on all ranks."""
+        """True from `start` until every rank has reported whether its file was written. The same on all ranks."""
         return self._pending is not None
 
     @property
@@ -106,14 +106,14 @@ class Saver:
         """Start a thread that writes this rank's file of a checkpoint. `pending` and `busy` must be False.
 
         The arrays in `entries` must not change until the file is written. `manifest` must contain no file records, and
-        is None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
+        must be None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
         writing = BackgroundTask(lambda: self._write(step, entries))
         self._pending = _PendingCheckpoint(step, writing, manifest, protected_step)
 
     def report(self) -> tuple[float, float, float]:
-        """Return this rank's report for `receive_reports`: step of the checkpoint, file size in bytes, and checksum.
+        """Return this rank's report for `receive_reports`: checkpoint step, file size in bytes, and file checksum.
 
         The step is negative if the file could not be written, and 0 while there is nothing to report.
         """
@@ -125,7 +125,7 @@ class Saver:
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Process all ranks' reports, float64 `[size, 3]`. Once all files are written, rank 0 starts publishing them.
+        """Process all ranks' reports, float64 `[size, 3]`. Once all files are written, rank 0 starts to publish them.
 
         If a rank could not write its file, rank 0 removes the unfinished checkpoint and prints a warning instead.
         """

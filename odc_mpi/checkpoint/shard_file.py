@@ -40,9 +40,9 @@ _CHECKSUMS = "checksums"
 
 
 class ShardEntry(NamedTuple):
-    """Range of a flattened tensor whose full shape is `shape`, to be stored as the data set `path`.
+    """Range of a flattened tensor whose full shape is `shape`, to be stored as the dataset `path`.
 
-    `values` are the elements from `start` on, contiguous, `[n]`, in the stored type of the torch dtype named `dtype`.
+    `values`, `[n]`, is contiguous and has the elements from `start` on, in the stored type of the torch dtype `dtype`.
     """
 
     path: str
@@ -53,7 +53,7 @@ class ShardEntry(NamedTuple):
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write `entries`, none of which is empty, to a new file, and sync it. Thread-safe. Data bypasses h5py's lock."""
+    """Write `entries`, none of which is empty, to a new file and sync it. Thread-safe. Data bypasses h5py's lock."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -153,9 +153,9 @@ class _Stored(NamedTuple):
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """A rank's file, open for reading. Data is verified against its checksums on reading.
+    """A rank's file that is open for reading. Data is verified against its checksums when it is read.
 
-    Construction raises `UserError` if the file is missing or damaged, or does not match its record `expected`.
+    The constructor raises `UserError` if the file is missing or damaged, or if it does not match the record `expected`.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:
@@ -192,7 +192,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of the flattened tensor in the data set `path` as a 1D array.
+        """Read elements `[start, stop)` of the flattened tensor in the dataset `path` as a 1D array.
 
         All of these elements must be in this file. Raises `UserError` if they are damaged or cannot be read.
         """

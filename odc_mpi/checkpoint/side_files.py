@@ -20,11 +20,11 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class SideFiles:
-    """Tokenizer files and special tokens of a model exported from a run with the configuration `config`.
+    """Tokenizer files and special tokens for a model that is exported from a run with the configuration `config`.
 
-    `base` is the current location of the base model, by default `model.path`. The attribute `tokenizer` maps names of
-    tokenizer files to their contents: those of the base model if its tokenizer has a chat template, even if the run
-    used another template, and otherwise those of the run.
+    `base` is the current location of the base model, by default `model.path`. The attribute `tokenizer` maps the names
+    of tokenizer files to their contents. These are the base model's files if its tokenizer has a chat template, even if
+    the run used a different template; otherwise, they are the run's files.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
@@ -42,13 +42,13 @@ class SideFiles:
         self._tokenizers = [each for each in candidates if each is not None]
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config`, the content of config.json, with the special tokens of the tokenizer if it can be loaded."""
+        """Return `config`, the content of config.json, with the tokenizer's special tokens if they can be loaded."""
         return {**config, **self._special_tokens(config, config)}
 
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of generation_config.json: that of the base model, if any, with updated special tokens.
+        """Return the content of generation_config.json: the base model's, if there is one, with updated special tokens.
 
-        `config` is the content of config.json. Raises `UserError` if the file of the base model cannot be read.
+        `config` is the content of config.json. Raises `UserError` if the base model's file cannot be read.
         """
         content = read_generation_config(self._base)
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
@@ -80,7 +80,7 @@ def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[s
     """Read the tokenizer files of a run with the configuration `config`, and return their contents, keyed by file name.
 
     The files come from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
-    directory of the model (`base`, or `model.path` by default). The result is empty if none has any.
+    model's directory (`base`, by default `model.path`). The result is empty if no location has tokenizer files.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
@@ -95,7 +95,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Read generation_config.json in `directory`, or return {} if there is none. Raise `UserError` if it is invalid."""
+    """Read generation_config.json from `directory`. Return {} if it is missing. Raise `UserError` if it is invalid."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}

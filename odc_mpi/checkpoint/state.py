@@ -25,13 +25,13 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
-#: State of slices by path without the name, such as optimizer/exp_avg, then by parameter name: the dtype of a tensor
-#: with one number per element, or the value of a number.
+#: Records of the state of slices, keyed by path without the name, such as optimizer/exp_avg, then by parameter name. A
+#: record is the name of the dtype for a tensor with one number per element, or the value for a single number.
 StateRecords: TypeAlias = dict[str, dict[str, str | float]]
 
 
 class TensorRange(NamedTuple):
-    """Elements of a flattened tensor from `start` on, `[n]`, stored as `path`. `shape` is that of the full tensor."""
+    """Elements of a flattened tensor, `[n]`, from `start` on, stored as `path`. `shape` is the full tensor's shape."""
 
     path: str
     tensor: torch.Tensor
@@ -40,7 +40,7 @@ class TensorRange(NamedTuple):
 
 
 class TrainingState:
-    """This rank's part of the state of a model and its optimizer.
+    """This rank's part of the state of a model and of its optimizer.
 
     If `omit_frozen_base` is True, frozen parameters are omitted, because they belong to a base model.
     """
@@ -62,7 +62,7 @@ class TrainingState:
         return [self._copy(tensor_range) for tensor_range in self.tensor_ranges() if tensor_range.tensor.numel()]
 
     def state_records(self) -> StateRecords:
-        """Return the records of all state except model tensors, for the parameters of which this rank owns a slice."""
+        """Return records of all state other than model tensors, for each parameter of which this rank owns a slice."""
         records: StateRecords = {}
         for section, name, value in self._slice_state():
             records.setdefault(section, {})[name] = _name(value.dtype) if value.dim() else float(value)
@@ -72,7 +72,7 @@ class TrainingState:
         """Return the manifest of the current state after `step` steps, without file records.
 
         The manifest is complete only on rank 0, because only rank 0 has the replicated tensors. `metadata` must be
-        JSON-serializable. `records` are the `state_records` of all ranks, by rank.
+        JSON-serializable. `records` contains each rank's `state_records`, in rank order.
         """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._model_ranges():
@@ -93,10 +93,10 @@ class TrainingState:
         return Manifest(step, len(records), tensors, scalars, type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer state of this rank's slices from a checkpoint, but not parameters.
+        """Restore the optimizer state, but not the parameters, of this rank's slices from a checkpoint.
 
-        Of the states of several islands, the mean is restored, and the maximum of numbers such as steps. The optimizer
-        must be of the class with which the checkpoint was saved. Raises `UserError` if the checkpoint is damaged.
+        For several islands, restores the mean of each tensor and the maximum of each number, such as the step. The
+        optimizer must have the class with which it was saved. Raises `UserError` if the checkpoint is damaged.
         """
         tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
         prefixes = self._restored_prefixes(checkpoint.manifest)
@@ -123,7 +123,7 @@ class TrainingState:
         return [island_prefix(island) for island in range(manifest.num_islands)] or [""]
 
     def tensor_ranges(self) -> Iterator[TensorRange]:
-        """Yield this rank's range of each tensor; it may be empty. The values change with the next optimizer step."""
+        """Yield this rank's range of each tensor, which may be empty. The values change in the next optimizer step."""
         yield from self._model_ranges()
         slices, shapes = self._slices(), self._model.parameter_shapes()
         for section, name, value in self._slice_state():
@@ -197,7 +197,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` if names, shapes or kinds of tensors differ. Frozen ones of a base model are not compared."""
+    """Raise `UserError` if tensor names, shapes or kinds differ. A base model's frozen tensors are not compared."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
@@ -227,12 +227,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def stored_array(tensor: torch.Tensor) -> npt.NDArray:
-    """Return a view of a contiguous host tensor, `[n]`, in the stored type."""
+    """Return a contiguous host tensor, `[n]`, as an array of the stored type that shares its memory."""
     return tensor.view(torch.uint8).numpy().view(stored_type(_name(tensor.dtype)))
 
 
 def read_for_resume(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements as `read_tensor` does, but add to a `UserError` how to start without the checkpoint."""
+    """Read elements like `read_tensor`, but make a `UserError` also explain how to start without the checkpoint."""
     try:
         return read_tensor(checkpoint, path, start, stop)
     except UserError as error:
@@ -242,9 +242,9 @@ def read_for_resume(checkpoint: Checkpoint, path: str, start: int, stop: int) ->
 
 
 def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements `[start, stop)` of a flattened tensor, in the dtype in which the tensor was saved.
+    """Read elements `[start, stop)` of a flattened tensor in the dtype in which the tensor was saved.
 
-    `path` is the path of a data set, such as model/layers.0.weight. Raises `UserError` if the elements are damaged.
+    `path` is the path of a dataset, such as model/layers.0.weight. Raises `UserError` if the elements are damaged.
     """
     dtype = getattr(torch, checkpoint.record(path).dtype)
     return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

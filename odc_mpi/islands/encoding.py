@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-#: Number of elements in a block. Encoded arrays have a multiple of this number.
+#: Number of elements in a block. The number of elements in an array to encode must be a multiple of it.
 BLOCK_NUMEL = 32
 
 _MAGNITUDE = 0x7FFFFFFF
@@ -47,7 +47,7 @@ class Encoding:
     """Encoding of float32 arrays as bytes.
 
     Attributes:
-        block_bytes: Number of bytes of an encoded block.
+        block_bytes: Number of bytes in an encoded block.
     """
 
     block_bytes: int
@@ -55,7 +55,7 @@ class Encoding:
     _decode_blocks: Callable[[torch.Tensor, torch.Tensor], None]
 
     def num_bytes(self, numel: int) -> int:
-        """Return the number of bytes of an encoded array. Its number of elements, `numel`, must be a multiple of 32."""
+        """Return the number of bytes in an encoded array of `numel` elements, which must be a multiple of 32."""
         return numel // BLOCK_NUMEL * self.block_bytes
 
     def encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ class Encoding:
 
 
 def make_encoding(name: str) -> Encoding:
-    """Return the encoding with the given name, a value of the setting `islands.wire`."""
+    """Return the encoding with the given name, which is a value of the setting `islands.wire`."""
     return _ENCODINGS[name]
 
 

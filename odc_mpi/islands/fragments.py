@@ -23,9 +23,9 @@ class Fragment:
     """A rank's part of a fragment.
 
     Attributes:
-        parts: For each of the rank's slices that overlaps the fragment: the index of the slice, the overlapping range
-            of its elements, and the range that they have in the flat buffer of the fragment.
-        num_elements: Size of the flat buffer, a multiple of 32.
+        parts: For each of the rank's slices that overlap the fragment, the index of the slice, the overlapping
+            range of elements within the slice, and the range of these elements in the fragment's flat buffer.
+        num_elements: Number of elements in the flat buffer, a multiple of 32.
     """
 
     def __init__(self, parts: Sequence[tuple[int, slice, slice]]) -> None:
@@ -33,7 +33,7 @@ class Fragment:
         self.num_elements = _align(parts[-1][2].stop) if parts else 0
 
     def read(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a flat buffer with copies of the parts, `[num_elements]` fp32."""
+        """Return a flat buffer, fp32 `[num_elements]`, with copies of the parts."""
         device = slices[0].device if slices else None
         flat = torch.zeros(self.num_elements, dtype=torch.float32, device=device)
         self._copy(self._views(flat), self._select(slices))
@@ -57,8 +57,8 @@ class Fragment:
 def make_fragments(slices: Sequence[tuple[int, int, int]], num_fragments: int) -> list[Fragment]:
     """Cut the parameters into fragments of nearly equal size, and return this rank's part of each.
 
-    `slices` has `(numel, start, stop)` for each trainable parameter, in the same order on all ranks: this rank has the
-    elements `[start, stop)` of the flattened parameter, which has `numel` elements. A slice may be empty.
+    `slices` contains `(numel, start, stop)` for each trainable parameter, in the same order on all ranks. Of the
+    flattened parameter's `numel` elements, this rank has elements `[start, stop)`. A slice may be empty.
     """
     bases = list(itertools.accumulate((_align(numel) for numel, _, _ in slices), initial=0))
     num_blocks = bases[-1] // BLOCK_NUMEL
@@ -82,10 +82,10 @@ def _align(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps at which fragments are sent and applied, counted from 1.
+    """Schedule of the steps, counted from 1, after which fragments are sent and applied.
 
-    Every `sync_every / num_fragments` steps, the next fragment is applied, so each is applied once in `sync_every`
-    steps. It was sent `delay` steps earlier. `delay` is `fragment_sync_delay` in torchft.
+    The next fragment is applied every `sync_every / num_fragments` steps, so each fragment is applied once every
+    `sync_every` steps. A fragment is sent `delay` steps earlier. torchft calls this delay `fragment_sync_delay`.
     """
 
     sync_every: int
@@ -93,10 +93,10 @@ class Schedule:
     delay: int = 0
 
     def to_send(self, step: int) -> int | None:
-        """Return the index of the fragment to send after step `step`, or None."""
+        """Return the index of the fragment to send after step `step`, or None if no fragment is due."""
         return self.to_apply(step + self.delay)
 
     def to_apply(self, step: int) -> int | None:
-        """Return the index of the fragment to apply after step `step`, or None."""
+        """Return the index of the fragment to apply after step `step`, or None if no fragment is due."""
         number, rest = divmod(step, self.sync_every // self.num_fragments)
         return None if rest or step == 0 else (number - 1) % self.num_fragments

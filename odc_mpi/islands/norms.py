@@ -23,7 +23,7 @@ WARM_UP = 10
 _MEAN_WEIGHT = 0.1
 #: Number of consecutive synchronizations without the contribution of an island that ends the run.
 _MAX_CONSECUTIVE = 3
-#: Number of latest norms that are averaged, and number of first steps after each of which the islands synchronize.
+#: Number of most recent norms to average, and of initial steps after each of which the islands synchronize.
 WINDOW = 25
 #: Weights of the norms in a full window, from the oldest to the latest.
 _WEIGHTS = [0.99**age for age in reversed(range(WINDOW))]
@@ -32,12 +32,12 @@ _WEIGHTS = [0.99**age for age in reversed(range(WINDOW))]
 class NormWatch:
     """Decides which islands' contributions a synchronization leaves out.
 
-    For each fragment, there is an exponential moving average of the accepted norms of all islands. Contributions with a
+    Keeps an exponential moving average of the accepted norms of all islands for each fragment. Contributions with a
     norm that is not finite or, after 10 synchronizations of the fragment, above the limit are left out. If this applies
-    to all islands, those with finite norms are accepted. Ranks that pass the same norms decide the same.
+    to all islands, those with finite norms are accepted. Ranks that pass the same norms make the same decisions.
 
     Args:
-        limit: Largest norm that is accepted, as a multiple of the mean. 0 accepts all finite norms.
+        limit: Largest accepted norm, as a multiple of the mean. 0 accepts all finite norms.
     """
 
     def __init__(self, num_islands: int, num_fragments: int, limit: float) -> None:
@@ -47,14 +47,14 @@ class NormWatch:
         self._num_consecutive = [0] * num_islands
 
     def check(self, fragment: int, norms: Sequence[float]) -> dict[int, float]:
-        """Return the islands to leave out, each with its norm as a multiple of the mean (infinity if not finite).
+        """Return the islands to leave out, mapped to their norms as multiples of the mean (infinity if not finite).
 
         Args:
             fragment: Index of the fragment that is synchronized.
-            norms: For each island, the norm of the fragment's outer minus local parameters, per step of training.
+            norms: For each island, the norm of the fragment's outer minus local parameters, per training step.
 
         Raises:
-            TrainingError: An island's contribution is left out for the third time in a row, in whatever fragments.
+            TrainingError: An island's contribution is left out for the third time in a row, regardless of the fragment.
         """
         factors = [self._factor(fragment, norm) for norm in norms]
         left_out = {island: factor for island, factor in enumerate(factors) if not self._is_accepted(fragment, factor)}
@@ -69,7 +69,7 @@ class NormWatch:
         return left_out
 
     def describe(self, factor: float) -> str:
-        """Describe a norm that is `factor` times the mean, for a message."""
+        """Return a description, for use in messages, of a norm that is `factor` times the mean."""
         usual = f"times the usual norm (islands.norm_limit {self._limit:g})"
         return f"{factor:.3g} {usual}" if math.isfinite(factor) else "not finite"
 
@@ -82,7 +82,7 @@ class NormWatch:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the means and counts. A state for another number of islands or fragments is ignored."""
+        """Restore the means and counts. A state for a different number of islands or fragments is ignored."""
         means, num_consecutive = state_dict["means"], state_dict["num_consecutive"]
         if len(means) == len(self._means) and len(num_consecutive) == len(self._num_consecutive):
             self._means = list(means)
@@ -113,11 +113,11 @@ class NormWatch:
 
 
 class ChangeRule:
-    """Decides after each step whether the islands synchronize. Ranks that pass the same norms decide the same.
+    """Decides after each step whether the islands synchronize. Ranks that pass the same norms make the same decisions.
 
     Args:
-        threshold: The islands synchronize if the smoothed gradient norm of any of them changes by at least this
-            fraction in a step. With 0, they synchronize after every step.
+        threshold: The islands synchronize if any island's smoothed gradient norm changes by at least this fraction in a
+            step. With 0, they synchronize after every step.
     """
 
     def __init__(self, num_islands: int, threshold: float) -> None:
@@ -140,7 +140,7 @@ class ChangeRule:
         return {"num_steps": self._num_steps, "norms": [list(window) for window in self._norms]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the number of steps and the norms. A state for another number of islands is ignored."""
+        """Restore the number of steps and the norms. A state for a different number of islands is ignored."""
         if len(state_dict["norms"]) == len(self._norms):
             self._num_steps = state_dict["num_steps"]
             self._norms = [list(window) for window in state_dict["norms"]]

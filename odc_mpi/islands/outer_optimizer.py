@@ -28,14 +28,14 @@ class OuterOptimizer:
     """Outer parameters and momentum for this rank's slices of the trainable parameters. Does not communicate.
 
     Args:
-        slices: This rank's slices, which `apply` changes. The outer parameters start with their values.
-        local_share: `apply` sets local parameters to `local_share * local + (1 - local_share) * outer`.
-        error_feedback: True to add the rounding errors of an encoded difference to the next one of the fragment.
+        slices: This rank's slices, which `apply` changes. The outer parameters are initialized with their values.
+        local_share: `apply` sets the local parameters to `local_share * local + (1 - local_share) * outer`.
+        error_feedback: True to add the rounding errors of an encoded difference to the fragment's next difference.
 
     Attributes:
         outer, velocities: Outer parameters and momentum, fp32, shaped like the slices.
-        message_bytes: Size of the encoded difference of each fragment, in bytes.
-        residuals: Rounding errors of the last differences, fp32, shaped like the slices; None without error feedback.
+        message_bytes: Size in bytes of each fragment's encoded difference.
+        residuals: Rounding errors of the latest differences, fp32, shaped like the slices; None without error feedback.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OuterOptimizer:
         self.residuals = [torch.zeros_like(each) for each in self.outer] if error_feedback else None
 
     def encode(self, index: int) -> torch.Tensor:
-        """Return the encoded difference of a fragment, `[n]` uint8, and update the residual."""
+        """Return a fragment's encoded difference, uint8 `[n]`, and update its residuals."""
         fragment = self._fragments[index]
         difference = fragment.read(self.outer).sub_(fragment.read(self._slices))
         if self.residuals is not None:
@@ -75,12 +75,12 @@ class OuterOptimizer:
         """Decode the differences of all islands, and compute their weighted mean.
 
         Args:
-            messages: Encoded difference of each island, `[islands, n]` uint8.
+            messages: Encoded difference of each island, uint8 `[islands, n]`.
             weights: Weight of each island.
 
         Returns:
-            Two values: the mean, fp32 `[fragment.num_elements]`; and the sum of squares of this rank's part of each
-            island's difference, followed by that of the mean.
+            The mean, fp32 `[fragment.num_elements]`, and a list of sums of squares of this rank's elements: one sum for
+            each island's difference, followed by one for the mean.
         """
         messages = messages.to(self.outer[0].device)
         mean, squares = torch.zeros(self._fragments[index].num_elements, device=messages.device), []
@@ -92,10 +92,10 @@ class OuterOptimizer:
         return mean, [*squares, _sum_of_squares(mean)]
 
     def apply(self, index: int, mean: torch.Tensor | None, *, keep_local: bool = True) -> None:
-        """Update the outer parameters of a fragment with the mean difference, and set the local ones.
+        """Update a fragment's outer parameters with the mean difference, and then its local parameters.
 
         If `mean` is None, because no island has contributed, the outer parameters and the momentum do not change. If
-        `keep_local` is False, the local parameters become the outer ones, whatever the local share.
+        `keep_local` is False, the local parameters are set to the outer ones, regardless of the local share.
         """
         fragment = self._fragments[index]
         outer, velocity = fragment.read(self.outer), fragment.read(self.velocities)
@@ -109,14 +109,14 @@ class OuterOptimizer:
         fragment.write(outer, self._slices)
 
     def average(self, index: int, mean: torch.Tensor) -> None:
-        """Set a fragment's outer and local parameters to the mean of all islands' local ones: `outer - mean`."""
+        """Set a fragment's outer and local parameters to the mean of all islands' local parameters, `outer - mean`."""
         fragment = self._fragments[index]
         outer = fragment.read(self.outer).sub_(mean)
         fragment.write(outer, self.outer)
         fragment.write(outer, self._slices)
 
     def checksum(self, index: int) -> int:
-        """Return a checksum of the bits of a fragment's outer parameters and momentum, below 2**50."""
+        """Return a checksum, below 2**50, of the bits of a fragment's outer parameters and momentum."""
         fragment = self._fragments[index]
         flats = torch.cat([fragment.read(self.outer), fragment.read(self.velocities)])
         return int(flats.view(torch.int32).sum(dtype=torch.int64)) % 2**50
@@ -134,7 +134,7 @@ def _sum_of_squares(flat: torch.Tensor) -> float:
 
 
 def normalized(weights: Sequence[float], excluded: Mapping[int, float]) -> list[float]:
-    """Return the weights with 0 for each island in `excluded`, divided by their sum, or zeros if the sum is 0."""
+    """Return the weights, with 0 for islands in `excluded`, scaled to sum to 1. If all are 0, return zeros."""
     kept = [0.0 if island in excluded else weight for island, weight in enumerate(weights)]
     total = sum(kept)
     return [weight / total for weight in kept] if total else kept

@@ -57,8 +57,8 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
     Args:
         meta_model: Base model. Its module is modified in place.
-        settings: Settings of peft's `LoraConfig`, or the content of adapter_config.json: all `SETTINGS`, and any of
-            `OPTIONAL_SETTINGS`. Other entries are ignored.
+        settings: Settings for peft's `LoraConfig`, or the content of adapter_config.json. Must contain all `SETTINGS`,
+            and may contain `OPTIONAL_SETTINGS`. Other entries are ignored.
         seed: Seed for the initial adapter weights.
         dtype: Dtype of the base parameters and, as in peft, of the copies in `modules_to_save`. Adapters are float32.
     """
@@ -122,13 +122,13 @@ def _adapted_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_product(layer: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return `weight + alpha / r * B @ A` in the dtype of `weight`. Fused experts are each computed separately.
+    """Return `weight + alpha / r * B @ A` in the dtype of `weight`. Each fused expert is computed separately.
 
     Args:
         layer: peft layer that adapts the weight.
         weight: Base parameter, `[out, in]`, or `[experts, out, in]` (`[experts, in, out]` in transposed modules).
-        a: Matrix A, `[experts * r, in]`. The `r` rows of an expert are consecutive.
-        b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column `i` of the matrix B of expert `e`.
+        a: Matrix A, `[experts * r, in]`. Each expert's `r` rows are consecutive.
+        b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column `i` of expert `e`'s matrix B.
     """
     num_experts = weight.shape[0] if weight.ndim == 3 else 1
     down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])

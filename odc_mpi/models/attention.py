@@ -38,10 +38,10 @@ class SequenceChunk:
     """Chunk of a sequence that is split across ranks.
 
     Attributes:
-        num_tokens: Number of tokens of the unsplit sequence.
-        attend: Function that returns the causal attention to this and all earlier chunks, shaped like the queries. Its
-            arguments are the queries, keys and values of this chunk, `scaling` (see `packed_attention`), and the index
-            of the layer. One-sided; waits for the earlier chunks.
+        num_tokens: Number of tokens in the unsplit sequence.
+        attend: Function that computes this chunk's causal attention to itself and all earlier chunks. Its arguments
+            are the chunk's queries, keys and values, `scaling` (see `packed_attention`), and the layer index. The
+            result is shaped like the queries. One-sided; waits for the earlier chunks.
     """
 
     num_tokens: int
@@ -66,30 +66,30 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within each packed sequence, with the signature of a transformers attention function.
+    """Compute causal attention within each packed sequence. Has the signature of a transformers attention function.
 
     Args:
         query: Queries, `[1, heads, tokens, head_dim]`.
         key, value: Keys and values, `[1, key_value_heads, tokens, head_dim]`. The `head_dim` of values may differ.
-        attention_mask: Window size and chunk size of local attention, int64 `[2]`, one of which is 0 (unlimited). None
+        attention_mask: Window size and chunk size for local attention, int64 `[2]`. One of them is 0 (unlimited). None
             means global attention.
         dropout: Probability of dropping an attention weight.
         scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
         sliding_window: Number of most recent tokens that a token attends to, including itself. None means all.
-        cu_seq_lens_q: Sequence boundaries, int32 `[sequences + 1]` in host memory. None: computed from `position_ids`.
-        cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
+        cu_seq_lens_q: Sequence boundaries, int32 `[sequences + 1]` in host memory. Derived from `position_ids` if None.
+        cu_seq_lens_k: Boundaries of each sequence's keys, shaped like `cu_seq_lens_q`. A sequence with n more keys
             than tokens shares a prompt: it also attends to the first n tokens of the nearest earlier sequence that has
             as many keys as tokens. None means that no prompts are shared. Ignored if `cu_seq_lens_q` is None.
         position_ids: Positions of the tokens in their sequences, `[1, tokens]`, for models that do not pass
             `cu_seq_lens_q` to all layers (StableLM, Nemotron); otherwise ignored. A sequence begins wherever a position
             is not the previous one plus 1. If it begins at position n > 0, it shares a prompt of n tokens.
         softcap: Limit on the absolute values of the scores, applied with tanh. None means no limit.
-        s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
+        s_aux: Attention sinks, `[heads]`: each head's score for an extra key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
-        chunk: Chunk that the tokens form if their sequence is split. They then also attend to all earlier chunks.
+        chunk: Chunk that the tokens form if their sequence is split. The tokens also attend to all earlier chunks.
 
     Returns:
-        Output, `[1, tokens, heads, head_dim]` with the `head_dim` of values, and None in place of attention weights.
+        The output, `[1, tokens, heads, head_dim]` with the values' `head_dim`, and None instead of attention weights.
 
     Raises:
         PackingUnsupportedError: The layer needs more than causal attention, or the model passes no sequence boundaries.
@@ -183,7 +183,7 @@ def register() -> None:
 def recorded_calls() -> Iterator[list[tuple[torch.nn.Module, bool]]]:
     """Context manager that yields a list to which each call to packed attention in the `with` block is appended.
 
-    A call is recorded as a pair of the calling layer and a bool, which is True if the scores have a soft cap.
+    Each call is recorded as a pair: the calling layer, and a bool that is True if the scores have a soft cap.
     """
     calls: list[tuple[torch.nn.Module, bool]] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}

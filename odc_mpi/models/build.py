@@ -43,9 +43,9 @@ class MetaModel:
     """Language model or reward model with parameters on the meta device, and the source of its weights.
 
     Attributes:
-        module: Model. Its buffers are in host memory.
-        vocab_size: Number of rows of the embedding.
-        flops: Cost model that returns the FLOPs of training on a sequence if all parameters are trainable.
+        module: The model, with its buffers in host memory.
+        vocab_size: Number of rows in the embedding.
+        flops: Cost model that returns the FLOPs for training on a sequence if all parameters are trainable.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
@@ -67,7 +67,7 @@ def from_config(
 ) -> MetaModel:
     """Build a model from `settings`, with random weights that depend on `seed` but not on the number of ranks.
 
-    `settings` is the value of `model.config`. Raises `UserError` if `model_type` is missing or unknown there, if
+    `settings` is the value of `model.config`. Raises `UserError` if its `model_type` is missing or unknown, if
     transformers does not accept a setting, or if the model is multimodal or cannot be trained.
     """
     model = _with_random_weights(_make_config(settings), "model.config", attn_implementation, task, seed)[0]
@@ -82,7 +82,7 @@ def from_saved_config(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build a model with random weights from the configuration in a checkpoint.
+    """Build a model with random weights from a checkpoint's configuration.
 
     `content` is the saved `full_configuration`. The caller must replace the random weights. For `overrides`, see
     `from_directory`. Raises `UserError` if the installed transformers cannot use the configuration.
@@ -110,7 +110,7 @@ def from_directory(
 ) -> MetaModel:
     """Build the model in a Hugging Face directory, or only its text model if it is multimodal.
 
-    The weights are read from the safetensors files. If these lack the head of `task`, the head is initialized randomly.
+    The weights are read from the safetensors files. If they lack the head for `task`, it is initialized randomly.
     `overrides`, the value of `model.config`, contains transformers settings that replace those in config.json. Raises
     `UserError` if a file or parameter is missing or cannot be used, a shape does not match the configuration, or the
     model cannot be trained.

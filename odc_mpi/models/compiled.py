@@ -31,7 +31,7 @@ BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile the layers of a transformers model: the modules whose class is listed in `module._no_split_modules`.
+    """Compile the layers of a transformers model: the modules whose classes are listed in `module._no_split_modules`.
 
     Call this function before `shard_model`. Forward passes with a key/value cache are not compiled. The first forward
     and backward passes take a minute or more. Raises `UserError` if the model has no such layers or has adapters for
@@ -54,7 +54,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """Compiled `forward` of a layer, whose parameters may be replaced later, for example by `shard_model`."""
+    """Compiled `forward` of a layer. The layer's parameters may be replaced later, for example by `shard_model`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)

@@ -31,7 +31,7 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: object) -> str:
-    """Return the reason for rejecting an attention implementation, as " (REASON)", or "" if no reason is known."""
+    """Return the reason for rejecting an attention implementation in the form " (REASON)", or "" if none is known."""
     reasons = (reason for prefix, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(prefix))
     return next((f" ({reason})" for reason in reasons), "")
 
@@ -40,7 +40,7 @@ def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[
     """Return a copy of a transformers configuration with some settings replaced.
 
     Settings that the configuration class derives from the replaced ones are derived again. Raises `UserError` if a
-    setting is unknown, or a value has no effect because other settings override it.
+    setting is unknown, or if a value has no effect because other settings override it.
 
     Args:
         config: Configuration that transformers created from `content`, the content of config.json.
@@ -104,7 +104,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
     `metadata` is taken from the checkpoint's manifest, and `config` is the model's `full_configuration`. The result is
     the dotted name of the setting and its values in the checkpoint and in `config`, or None if no setting differs. A
-    setting that only one of the two has is ignored if another version of transformers saved the checkpoint.
+    setting that only one of the two has is ignored if a different version of transformers saved the checkpoint.
     """
     theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()

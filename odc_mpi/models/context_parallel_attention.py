@@ -45,7 +45,7 @@ class ContextParallelAttention(torch.autograd.Function):
         layer: int,
         exchange: Any,
     ) -> torch.Tensor:
-        """Compute the attention output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
+        """Compute the chunk's attention output, shaped like `query`. One-sided; waits for earlier chunks.
 
         For tensors and `scaling`, see `attention.packed_attention`. Values are shaped like keys. `layer` counts from 0.
         `exchange` transfers keys, values and their gradients; see `comm.context_parallel.kv_exchange`.
@@ -199,14 +199,14 @@ def _repeat_heads(query: torch.Tensor, *states: torch.Tensor) -> list[torch.Tens
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> tuple[int, int]:
     """Check that a model supports context parallelism, and return the shape of its attention.
 
-    The results for a chunk must be the same as in the unsplit sequence. Every layer must therefore attend causally to
+    The results for a chunk must be the same as in the unsplit sequence. Therefore, every layer must attend causally to
     the full sequence through `packed_attention`, and no other operation may depend on other tokens or the sequence
-    length. The check runs a forward pass of `module`, which must be on the meta device, in training mode and without
+    length. The check runs a forward pass of `module`, which must be in training mode on the meta device and have no
     adapters. `num_tokens` is the length of the longest sequence.
 
     Returns:
-        The number of layers, and the number of elements in the keys and values of one token in one layer (maximum over
-        the layers).
+        The number of layers, and the number of elements in one token's keys and values in one layer (the maximum over
+        all layers).
 
     Raises:
         ContextParallelUnsupportedError: The check failed.

@@ -11,9 +11,9 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: Function that calls the model's `generate` and returns the tokens of prompts and completions. Arguments: the tokens
-#: and attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; and further
-#: keyword arguments of `generate`.
+#: Function that calls the model's `generate` and returns the tokens of prompts and completions. Its arguments are the
+#: prompts' tokens and attention mask, both int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or
+#: None; and any other keyword arguments for `generate`.
 DecodeFn = Callable[..., torch.Tensor]
 
 
@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         number: Index of the prompt. The sampling seed for its completions is derived from this index.
-        tokens: Tokens of the prompt. There must be at least one.
+        tokens: Tokens of the prompt, at least one.
         stop: Stop tokens. A completion ends with the first stop token that is generated.
     """
 
@@ -36,7 +36,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
     `module` is a transformers causal language model, or the `module` of a sharded one. In the `with` block, the model
-    uses transformers' attention. Its modes and settings, and PyTorch's random number generators, are restored on exit.
+    uses transformers' attention. On exit, its modes and settings and PyTorch's random number generators are restored.
     Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.

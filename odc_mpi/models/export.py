@@ -57,16 +57,16 @@ class _Content:
 def export(
     checkpoint: Checkpoint, out: Path, *, merge: bool = False, dtype: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Export a checkpoint as a directory for `from_pretrained` of transformers or peft. Return the names of its files.
+    """Export a checkpoint to a directory for transformers' or peft's `from_pretrained`. Return the names of its files.
 
     Args:
         out: Directory to create, which appears atomically with all of its files. It may already exist if it is empty.
         merge: True to export the base model of an adapter checkpoint (or its text model, if it is multimodal) with the
             adapters merged into the weights, instead of the adapters.
-        dtype: Name of the torch dtype for floating-point parameters. By default, `model.param_dtype`, or float32 for
-            adapters. Buffers keep their dtype.
+        dtype: Name of the torch dtype for floating-point parameters. The default is `model.param_dtype`, or float32
+            for adapters. Buffers keep their dtype.
         base: Directory that now contains the base model of an adapter checkpoint, if not `model.path`. An exported
-            adapter_config.json names it. If None, adapters can be exported even if the base model no longer exists.
+            adapter_config.json refers to it. If None, adapters can be exported even if the base model no longer exists.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, the checkpoint is damaged or

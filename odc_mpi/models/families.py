@@ -32,10 +32,10 @@ _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 @dataclass(frozen=True)
 class Packing:
-    """Decision on whether a model trains on packed sequences.
+    """Decision whether a model trains on packed sequences.
 
     Attributes:
-        unpacked_reason: Reason for training on one sequence per microbatch; None for training on packed sequences.
+        unpacked_reason: Reason for training on one sequence per microbatch, or None for training on packed sequences.
         soft_caps: True if the model trains on packed sequences and its attention applies soft caps to the scores, which
             are then computed explicitly.
     """
@@ -52,15 +52,15 @@ class Packing:
 def build_for_training(
     build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str
 ) -> tuple[transformers.PreTrainedModel, Packing]:
-    """Build a model on the meta device, with packed attention if the model supports it. Return it with the decision.
+    """Build a model on the meta device, with packed attention if possible. Return the model and its `Packing`.
 
-    Otherwise the model has its own attention, and accepts only one sequence at a time. Raises `UserError` if the model
-    cannot be trained.
+    A model without packed attention keeps its own attention and accepts only one sequence at a time. Raises `UserError`
+    if the model cannot be trained.
 
     Args:
-        build: Function that builds the model with the given attention implementation of transformers; None selects the
-            model's default. A `UserError` that it raises must be chained to the exception of transformers.
-        setting, attn_implementation: Name of the setting with which error messages begin, and "sdpa" or "eager".
+        build: Function that builds the model with the given transformers attention implementation. None selects the
+            model's default. Any `UserError` that it raises must be chained to the transformers exception.
+        setting, attn_implementation: Name of the setting for error messages, and "sdpa" or "eager", respectively.
     """
     module: Any
     try:
@@ -119,7 +119,7 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
 
 
 def trial_inputs(lengths: Sequence[int], *, packs: bool = True) -> dict[str, Any]:
-    """Return the arguments with which a model on the meta device runs on sequences of the given lengths.
+    """Return the arguments for running a model on the meta device with sequences of the given lengths.
 
     For a model that trains on one sequence per microbatch, `packs` must be False and `lengths` must have one element.
     """

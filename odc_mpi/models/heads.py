@@ -15,14 +15,14 @@ from torch import nn
 from odc_mpi.errors import UserError
 from odc_mpi.models.token_logps import replaced_forwards
 
-#: Entry that odc_mpi sets to True in config.json of a reward model. It means that chats end with the end-of-turn token
-#: in training, without the whitespace that templates append.
+#: Entry that odc_mpi sets to True in a reward model's config.json. It means that, in training, chats end with the
+#: end-of-turn token, without the whitespace that templates append.
 ENDS_WITH_TURN = "reward_at_end_of_turn"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prediction task of a model, and the classes and names for it in transformers and peft.
+    """Prediction task of a model, and the corresponding classes and names in transformers and peft.
 
     Attributes:
         description: Kind of model, for error messages.
@@ -38,8 +38,8 @@ class Task:
     def build(self, config: Any, setting: str, **options: Any) -> transformers.PreTrainedModel:
         """Build a model with `auto_class.from_config`, which receives `options`.
 
-        Raises `UserError`, which names `setting`, if the task is `REWARD` and transformers has no sequence classifier
-        for `config`, or one whose head is not a linear layer with one output.
+        If the task is `REWARD`, raises a `UserError` that mentions `setting` if transformers has no sequence classifier
+        for `config`, or if the classifier's head is not a linear layer with one output.
         """
         if self.new_head:
             if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -63,7 +63,7 @@ REWARD = Task("sequence classifier", transformers.AutoModelForSequenceClassifica
 
 
 def task_of(class_name: str) -> Task:
-    """Return the task of a transformers model, given its class name; `CAUSAL_LM` for unknown classes."""
+    """Return the task of a transformers model, given its class name. For unknown classes, return `CAUSAL_LM`."""
     return REWARD if class_name.endswith("ForSequenceClassification") else CAUSAL_LM
 
 
@@ -74,7 +74,7 @@ def set_padding(config: Any, padding: int) -> None:
 
 
 def reward_scores(module: Any, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
-    """Score tokens with a reward model, sharded or not, in the dtype of the model. One-sided if it is sharded.
+    """Score tokens with a reward model, sharded or not, in the model's dtype. One-sided if the model is sharded.
 
     `inputs` are the model's keyword arguments. `positions`, int64 `[K]`, selects tokens in the flattened batch. Returns
     the scores, `[K]`.

@@ -35,9 +35,9 @@ def load_model(
 
     Args:
         path: Hugging Face directory, peft directory, checkpoint, or run, whose newest complete checkpoint is used.
-        rank, size: This rank and the number of ranks. Each rank verifies a share of the base of an adapter checkpoint.
-        attn_implementation: Attention in packed sequences, "sdpa" or "eager". The default is that of the run or "sdpa".
-        base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
+        rank, size: This rank and the number of ranks. Each rank verifies part of an adapter checkpoint's base model.
+        attn_implementation: Attention in packed sequences: "sdpa" or "eager". The default is the run's, or "sdpa".
+        base: Hugging Face directory of the adapters' base model. None means the directory recorded with the adapters.
 
     Returns:
         The model. Adapters are float32. Other parameters have the run's `model.param_dtype` (checkpoint), the
@@ -66,8 +66,8 @@ def load_checkpoint(
 ) -> build.MetaModel:
     """Build the model in a checkpoint. For arguments and errors that are not described here, see `load_model`.
 
-    `overrides` contains transformers settings to replace. A `task` other than that of the checkpoint (by default, the
-    same) gives the model a new head, initialized randomly with `seed`. These three arguments apply only to full models.
+    `overrides` contains transformers settings to replace. If `task` differs from the checkpoint's task (the default),
+    the model gets a new head, randomly initialized with `seed`. These three arguments apply only to full models.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -121,8 +121,8 @@ def load_start(
     """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
 
     For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For the
-    other arguments and errors, see `load_checkpoint`. Also raises `UserError` if the checkpoint is of another task and
-    contains adapters or a reward model.
+    other arguments and errors, see `load_checkpoint`. Also raises `UserError` if the checkpoint is for a different task
+    and contains adapters or a reward model.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:

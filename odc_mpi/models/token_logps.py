@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-#: Maximum number of logits per block, by type of device: 64 and 512 MiB in float32. Each block reads the head, and
-#: reads and writes its gradient, which takes longer than small matrix products on a GPU (benchmarks/notes/gpu.md).
+#: Maximum number of logits per block, keyed by device type: 64 and 512 MiB in float32. For each block, the head is read
+#: and its gradient is updated. On a GPU, this takes longer than small matrix products (benchmarks/notes/gpu.md).
 MAX_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 #: Attributes of models with the coefficient of the auxiliary router loss. The last is that of JetMoE.
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -32,7 +32,7 @@ class LogitTransform:
     temperature: float = 1.0
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Convert the head outputs `logits` to logits, in float64 if the outputs are float64, otherwise in float32."""
+        """Convert the head's outputs `logits` to logits. They are float64 if the outputs are, otherwise float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.soft_cap is None:
             factor = self.scale / self.temperature
@@ -40,9 +40,9 @@ class LogitTransform:
         return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
 
     def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
-        """Convert the gradient of the transform's output to the gradient of its input in place, and return it.
+        """Convert, in place, the gradient of the transform's output to that of its input, and return it.
 
-        `transformed` is the output of the transform, which may be None if there is no soft cap.
+        `transformed` is the output of the transform. It may be None if there is no soft cap.
         """
         if self.soft_cap is not None:
             assert transformed is not None
@@ -54,7 +54,7 @@ class LogitTransform:
     def of(cls, module: Any) -> "LogitTransform | None":
         """Return the transform of a transformers model, or None if the model computes its logits in another way.
 
-        The transform is identified by a forward pass with stubs for decoder and head, which reads no parameters.
+        Identifies the transform by a forward pass that uses stubs for the decoder and head, and reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]
@@ -77,7 +77,7 @@ class LogitTransform:
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces the `forward` methods of modules with those in `forwards`, keyed by module."""
+    """Context manager that replaces the `forward` methods of modules. `forwards` maps each module to its new method."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
@@ -97,9 +97,9 @@ class TokenScores(NamedTuple):
     Attributes:
         logps: Log-probability of each token, float32 or float64 `[K]`, with gradients.
         entropy: Entropy of each predicted distribution in nats, float32 or float64 `[K]`, without gradients.
-        is_top: True for each token that is the most likely in its distribution, bool `[K]`.
-        router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients; None
-            if the model has no routers or `output_router_logits` is not set.
+        is_top: True for each token that is the most likely one in its distribution, bool `[K]`.
+        router_loss: Auxiliary router loss of a mixture of experts, multiplied by its coefficient. It is a scalar with
+            gradients, or None if the model has no routers or `output_router_logits` is not set.
     """
 
     logps: torch.Tensor
@@ -127,8 +127,8 @@ class TokenLogps:
         """Run the model and return its predictions for the tokens `targets`. One-sided if the model is sharded.
 
         Args:
-            inputs: Keyword arguments of the model. Labels are ignored.
-            positions: Positions in the flattened batch whose logits predict `targets`, int64 `[K]`.
+            inputs: Keyword arguments for the model. Labels are ignored.
+            positions: Positions whose logits predict `targets`, as indices into the flattened batch, int64 `[K]`.
             targets: Token ids, int64 `[K]`.
             temperature: Sampling temperature, by which the logits are divided.
         """
@@ -171,8 +171,8 @@ class ChunkedLogps(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
-        `hidden` is `[K, hidden_size]`. The head has the parameters `weight`, `[vocab_size, hidden_size]`, and `bias`,
-        `[vocab_size]` or None. `targets` are token ids, int64 `[K]`. `transform` is applied to head outputs.
+        `hidden` is `[K, hidden_size]`. The head's parameters are `weight`, `[vocab_size, hidden_size]`, and `bias`,
+        `[vocab_size]` or None. `targets` contains token ids, int64 `[K]`. `transform` is applied to head outputs.
         """
         blocks = list(_blocks(len(targets), weight))
         parts = []
@@ -191,7 +191,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return the gradients of `hidden`, `weight` and `bias`. The latter two are at least float32."""
+        """Return the gradients of `hidden`, `weight` and `bias`. The last two have at least float32 precision."""
         hidden, weight, bias, targets, saved = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         hidden_grad = torch.empty_like(hidden)

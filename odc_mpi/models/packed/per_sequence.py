@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-#: Divisor of the lengths for which cuDNN may plan, in tokens.
+#: Lengths for which cuDNN may plan are multiples of this number of tokens.
 PLANNED_MULTIPLE = 512
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 #: Maximum number of tokens when sequences of equal length are batched into one call. With more tokens, the work of a
@@ -19,10 +19,10 @@ _MAX_TOKENS = 4096
 
 
 def with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Insert a copy of the shared prompt, of `prompts[i]` tokens, before each sequence i. 0 means that it shares none.
+    """Insert a copy of the shared prompt, with `prompts[i]` tokens, before each sequence i. 0 means no shared prompt.
 
     `states` are queries, keys or values, `[1, heads, tokens, head_dim]`. Sequence i has `lengths[i]` tokens. A shared
-    prompt is the beginning of the nearest earlier sequence that shares none.
+    prompt is the beginning of the nearest earlier sequence that has no shared prompt.
     """
     parts, owner = [], states
     for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
@@ -39,10 +39,10 @@ def with_sinks(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with a sink per head: an extra first key, visible to all tokens, whose value is 0.
+    """Compute attention with one sink per head: an extra first key that is visible to all tokens and has the value 0.
 
-    `sinks`, `[heads]`, are the scores of these keys. `kernel` computes attention without a soft cap, and has the
-    keywords `scaling` and `sink` of `causal`. For the other arguments and the result, see `causal`.
+    `sinks`, `[heads]`, contains the scores of these keys. `kernel` computes attention without a soft cap, and takes the
+    keyword arguments `scaling` and `sink` of `causal`. For the other arguments and the result, see `causal`.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
@@ -61,15 +61,15 @@ def attend(
     prompts: list[int],
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """Attend within each sequence, and to the prompt that it shares. Returns `[1, heads, tokens, value_dim]`.
+    """Compute attention within each sequence and to its shared prompt. Returns `[1, heads, tokens, value_dim]`.
 
     Args:
-        kernel: Function that computes the causal attention of `[sequences, heads, tokens, head_dim]` queries, keys and
-            values, such as a partial of `causal`.
+        kernel: Function, such as a partial of `causal`, that computes causal attention from queries, keys and values,
+            each `[sequences, heads, tokens, dim]`.
         query, key, value: Packed states, `[1, heads, tokens, dim]`. Keys and values may have fewer heads than queries.
-        lengths: Number of tokens of each sequence, without a prompt that it shares.
-        prompts: Number of tokens of the prompt that each sequence shares with an earlier one, or 0.
-        chunk_size: Number of tokens of attention chunks, counted from the start of each sequence or of its shared
+        lengths: Number of tokens in each sequence, excluding its shared prompt.
+        prompts: Number of tokens in the prompt that each sequence shares with an earlier one, or 0.
+        chunk_size: Number of tokens in an attention chunk, counted from the start of each sequence or of its shared
             prompt. None means no chunks.
     """
     num_keys = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
@@ -121,7 +121,7 @@ def causal(
     window: int | None,
     sink: bool = False,
 ) -> torch.Tensor:
-    """Compute causal attention with a kernel of PyTorch. Returns `[sequences, heads, tokens, value_dim]`.
+    """Compute causal attention with a PyTorch kernel. Returns `[sequences, heads, tokens, value_dim]`.
 
     Queries, keys and values are `[sequences, heads, tokens, dim]`. Keys and values may have fewer heads. `scaling` is a
     factor for the scores; None means `head_dim ** -0.5`. `window` is the number of most recent keys visible to a token,

@@ -17,8 +17,8 @@ _forward = torch.ops.aten._flash_attention_forward.default
 def is_faster(lengths: list[int]) -> bool:
     """Return True if one call for all sequences is expected to be faster than `per_sequence.attend`.
 
-    For a single long sequence, cuDNN is faster, but it plans for 0.1 s for each new length (H100; see
-    benchmarks/notes/gpu.md). So cuDNN is used only for lengths that are multiples of `PLANNED_MULTIPLE`.
+    For a single long sequence, cuDNN is faster, but it spends 0.1 s on planning for each new length (H100; see
+    benchmarks/notes/gpu.md). Therefore, cuDNN is used only for lengths that are multiples of `PLANNED_MULTIPLE`.
     """
     return len(lengths) > 1 or lengths[0] % PLANNED_MULTIPLE > 0
 
@@ -40,7 +40,7 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend within each sequence and to its shared prompt. For all arguments, see `per_sequence.attend` and `causal`.
+    """Attend within each sequence and to its shared prompt. For the arguments, see `per_sequence.attend` and `causal`.
 
     Returns the output, `[1, tokens, heads, head_dim]`.
     """

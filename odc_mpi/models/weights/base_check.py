@@ -29,10 +29,10 @@ def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[s
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Verify this rank's share of the base model of adapters. `size` is the number of ranks.
+    """Verify this rank's share of the adapters' base model. `size` is the number of ranks.
 
-    `record`, from the checkpoint, describes the base model: `path` (None if the weights are random), `config`, `seed`,
-    and `sha256`, the digest of each part. Raises `UserError` if names or digests of parts differ from the record.
+    `record`, from the checkpoint, describes the base model. It contains `path` (None for random weights), `config`,
+    `seed`, and `sha256`, the digests of the parts. Raises `UserError` if part names or digests differ from the record.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [
@@ -46,7 +46,7 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
 
 
 def describe_base(record: Mapping[str, Any]) -> str:
-    """Describe the origin of a base model for error messages. For `record`, see `check_base`."""
+    """Return a description of a base model's origin for error messages. For `record`, see `check_base`."""
     if record["path"] is not None:
         return f"from {Path(record['path'])}"
     return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}"

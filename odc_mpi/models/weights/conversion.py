@@ -29,7 +29,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class Region(NamedTuple):
-    """Elements of a stored tensor that form a box of a placed tensor.
+    """Elements of a stored tensor that form a box in a placed tensor.
 
     Attributes:
         source: Name of the stored tensor.
@@ -100,7 +100,7 @@ class PlacedTensor(torch.Tensor):
         return result
 
     def read_range(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
-        """Read the elements `[start, stop)` of this flattened tensor from `source`, which reads the stored tensors."""
+        """Read elements `[start, stop)` of this flattened tensor from `source`, which reads the stored tensors."""
         if start >= stop:
             return torch.empty(0)
         region = self.regions[0]
@@ -189,7 +189,7 @@ def loaded_tensors(
     `UserError` if the shapes of stored tensors do not fit, or if a conversion computes new values.
 
     Args:
-        stored: Functions, keyed by the names of the tensors in the files. Each returns the `PlacedTensor` of its stored
+        stored: Functions, keyed by the names of the tensors in the files. Each returns a `PlacedTensor` for its stored
             tensor, and is called only if this tensor is used.
         wanted: Names of parameters and buffers in the module.
     """

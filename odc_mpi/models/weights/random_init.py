@@ -13,11 +13,11 @@ from odc_mpi.models.weights.base_check import HashedWeights
 
 
 class RandomInitWeights(HashedWeights):
-    """Source of randomly initialized parameters. The model's `_init_weights` is called for each module separately.
+    """Source of randomly initialized parameters. The model's `_init_weights` is called separately for each module.
 
-    Changes that `_init_weights` makes to submodules of its argument are lost, such as the depth-dependent scaling of
-    residual projections in GPT-2. The values of a module depend only on `seed` and the name of the module, not on the
-    number of ranks or the order in which parameters are read. The most recently initialized module is cached. `module`
+    Changes that `_init_weights` makes to submodules of its argument, such as the depth-dependent scaling of residual
+    projections in GPT-2, are lost. A module's values depend only on `seed` and the module's name, not on the number of
+    ranks or the order in which parameters are read. The most recently initialized module is cached. `module`
     must be on the meta device. `read` raises `UserError` if `_init_weights` does not initialize the parameter.
     """
 

@@ -30,10 +30,10 @@ _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Source of a module's parameters: safetensors files in the directory `path`, with the module's or published names.
+    """Source of a module's parameters in safetensors files, which may have the module's names or the published names.
 
-    Raises `UserError` if a file or parameter is missing or damaged, a parameter is quantized or its shape differs from
-    that in the module, or stored copies of tied parameters differ.
+    `path` is the directory of the files. Raises `UserError` if a file or parameter is missing or damaged, if a
+    parameter is quantized or its shape differs from that in the module, or if stored copies of tied parameters differ.
 
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
@@ -112,7 +112,7 @@ class SafetensorsWeights(HashedWeights):
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Load those buffers of a module that are in the files. Other buffers keep their values."""
+        """Load the buffers of a module that are stored in the files. Other buffers keep their values."""
         for name, buffer in module.named_buffers():
             if name in self._placed:
                 buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
