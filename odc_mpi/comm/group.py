@@ -65,7 +65,7 @@ class Group:
         """Call `plan` on every rank and check that each node has enough shared memory for its ranks. Collective.
 
         `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if the check
-        fails or `plan` raises `UserError` or `OSError` on any rank.
+        fails or `plan` raises `UserError`, or an `OSError` about a file, on any rank.
         """
         num_bytes = self.world.run_on_all(plan)
         if num_bytes:

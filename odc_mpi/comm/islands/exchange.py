@@ -109,7 +109,7 @@ class IslandExchange(ShardStorage):
 
     @override
     def flush(self) -> None:
-        """Wait until all ranks in the island have pushed their gradients, and push the sums to their owners."""
+        """Wait until this island's ranks have pushed their gradients, and push the sums to their owners. One-sided."""
         began = perf_counter()
         self._finish(self._unfinished)
         island, what = self._islands.island, f"waiting for the other ranks of island {self._islands.index}"

@@ -103,7 +103,10 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost model to all ranks' rows, float64 [size, ROW_LENGTH], and to earlier rows with lower weights."""
+        """Fit the cost model to new rows from all ranks and, with lower weights, to earlier rows.
+
+        `reports`, float64 `[size, ROW_LENGTH]`, contains one row per rank, as returned by `report`.
+        """
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         if len(self._rows) != len(rows):  # another number of ranks: equal shares of the sum, scaled to mean speed

@@ -69,8 +69,8 @@ def attend(
         query, key, value: Packed states, `[1, heads, tokens, dim]`. Keys and values may have fewer heads than queries.
         lengths: Number of tokens in each sequence, excluding its shared prompt.
         prompts: Number of tokens in the prompt that each sequence shares with an earlier one, or 0.
-        chunk_size: Number of tokens in an attention chunk, counted from the start of each sequence or of its shared
-            prompt. None means no chunks.
+        chunk_size: Number of tokens in an attention chunk. The first chunk of a sequence begins with its shared prompt,
+            if it has one. None means no chunks.
     """
     num_keys = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
     if any(prompts):

@@ -254,7 +254,10 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
         self.reshard_all()
 
     def post_forward(self, unit: Unit) -> None:
-        """Reshard a unit after its forward pass, except after a recomputation, because the backward pass needs it."""
+        """Reshard a unit after its forward pass, unless it is the root.
+
+        After a recomputation, the unit stays unsharded, because the backward pass needs it.
+        """
         if not in_backward() and unit in self._held and not (unit.is_root or unit.num_running_forwards):
             self._reshard(unit)
 

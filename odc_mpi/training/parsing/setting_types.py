@@ -29,7 +29,7 @@ _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 51
 
 
 class Check(NamedTuple):
-    """Condition on a setting's value, in addition to its type. Errors append `description` to the expected type."""
+    """Condition on a setting's value, in addition to its type. Error messages show `description` after the type."""
 
     description: str
     is_valid: Callable[[Any], bool]
