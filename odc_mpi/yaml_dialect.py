@@ -63,7 +63,7 @@ def read_value(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Return True unless a string contains NUL or a lone surrogate, which represents a byte that is not valid UTF-8."""
+    """Return True unless a string contains NUL or a lone surrogate, which UTF-8 cannot represent."""
     return not _NOT_UTF8.search(text)
 
 

@@ -214,7 +214,7 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
             here, there = (_format_shape(tensors.get(name)) for tensors in (expected, saved))
             raise UserError(
                 f"the checkpoint {checkpoint.directory} is of another model: {name} is {there} there, {here} in "
-                f"this one: change model.*, or set run.resume to never, or run.dir"
+                f"this one: change model.*; or to start over, set run.resume to never and choose another run.dir"
             )
 
 
@@ -237,7 +237,8 @@ def read_for_resume(checkpoint: Checkpoint, path: str, start: int, stop: int) ->
         return read_tensor(checkpoint, path, start, stop)
     except UserError as error:
         raise UserError(
-            f"{error}: set run.resume to an older checkpoint, or remove {checkpoint.directory} and start again"
+            f"{error}: if odc-mpi checkpoint verify confirms it, set run.resume to an older checkpoint, or move "
+            f"{checkpoint.directory} elsewhere and start again"
         ) from error
 
 

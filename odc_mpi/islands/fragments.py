@@ -40,7 +40,7 @@ class Fragment:
         return flat
 
     def write(self, flat: torch.Tensor, slices: Sequence[torch.Tensor]) -> None:
-        """Copy the parts from a flat buffer to the slices."""
+        """Copy the parts of this fragment from a flat buffer to the slices."""
         self._copy(self._select(slices), self._views(flat))
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:

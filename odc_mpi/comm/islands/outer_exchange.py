@@ -99,9 +99,10 @@ class FragmentExchange:
             self._requests.append(self._islands.column.comm.Iallgatherv(sent, received))
 
     def receive(self) -> Received | None:
-        """Wait for the differences in flight. All islands leave out the same differences. Collective.
+        """Wait for the differences in flight, and return their mean. Collective.
 
-        Returns None if no fragment has been sent since the last call.
+        If `watch` rejects the differences of some islands, all ranks leave them out. Returns None if no fragment has
+        been sent since the last call.
 
         Raises:
             TrainingError: The outer parameters of two islands differ, or an island was left out three times in a row.

@@ -183,5 +183,8 @@ class MappedDeviceSlots(DeviceSlots):
 
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
-    """Return a message per owner. `starts` in the owners' windows, `sizes`, and `firsts` in the buffer are in bytes."""
+    """Return one message per owner. All sizes and offsets are in bytes.
+
+    `starts` are offsets in the owners' windows, and `firsts` are offsets in the buffer.
+    """
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)

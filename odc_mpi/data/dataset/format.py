@@ -77,7 +77,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the hexadecimal SHA-256 digest of the concatenated arrays, such as those for the attribute `content`."""
+    """Return the hexadecimal SHA-256 digest of the concatenated arrays. The attribute `content` is such a digest."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 

@@ -141,6 +141,8 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 
 def _error(path: Path, place: str, error: Exception) -> UserError:
+    if isinstance(error, OSError) and error.errno:
+        return UserError(f"cannot read {path}: {error.strerror}")
     return UserError(f"{path}, {place}: cannot be read ({error}); the file may be damaged, or in another format")
 
 
@@ -244,4 +246,5 @@ class _JsonArray:
 
     def _error(self, message: str, position: int) -> ValueError:
         found = self._text[position : position + _SHOWN_CHARS]
-        return ValueError(f"{message} at character {self._offset + position + 1:,}, {found!r}")
+        text = f", {found!r}" if found else ""
+        return ValueError(f"{message} at character {self._offset + position + 1:,}{text}")

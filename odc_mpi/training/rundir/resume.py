@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = {
 }
 #: Metadata entries that every checkpoint of a training run has.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
-_START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start over"
+_START_OVER_HINT = "to start over, set run.resume to never and choose another run.dir"
 
 
 @dataclass
@@ -214,8 +214,8 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
     if (objective := saved["run"]["objective"]) != config.run.objective:
         raise UserError(
             f"run.objective: expected {objective}, that of the checkpoint {checkpoint.directory}, got "
-            f"{config.run.objective}: to train its model with {config.run.objective}, set model.path to it and choose "
-            f"another run.dir; or {_START_OVER_HINT}"
+            f"{config.run.objective}: set run.objective to {objective}; or to train its model with "
+            f"{config.run.objective}, set model.path to it and run.resume to never, and choose another run.dir"
         )
     theirs, ours = (adapter or {} for adapter in (metadata.get("adapter"), inputs.model.adapter))
     if bool(theirs) != bool(ours):
@@ -228,7 +228,7 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
         ("lora.r", theirs.get("r"), "as in", ours.get("r")),
         ("lora.alpha", theirs.get("lora_alpha"), "as in", ours.get("lora_alpha")),
         ("optim.optimizer", saved["optim"]["optimizer"], "as in", config.optim.optimizer),
-        ("run.seed", saved["run"]["seed"], "the order of the data in", config.run.seed),
+        ("run.seed", saved["run"]["seed"], "as in", config.run.seed),
     ):
         if expected != actual:
             raise _mismatch(setting, expected, of_what, checkpoint, actual)
@@ -238,18 +238,21 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
         key, their_value, our_value = difference
         raise UserError(
             f"the checkpoint {checkpoint.directory} is of another model: {key} is {their_value!r} there, {our_value!r} "
-            f"in this run: change model.*; or {_START_OVER_HINT}"
+            f"in this run: change model.path or model.config; or {_START_OVER_HINT}"
         )
     if metadata["data_digest"] != inputs.dataset.digest():
         path = saved["data"]["path"]
-        raise _mismatch("data.path", path, "the data of", checkpoint, f"other data, {config.data.path}")
+        raise UserError(
+            f"data.path: expected the data of the checkpoint {checkpoint.directory} ({path}), got other data, "
+            f"{config.data.path}: set data.path to the same data; or {_START_OVER_HINT}"
+        )
     reference = saved["model"]["path"]
     if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
         raise _mismatch("model.path", reference, "the reference policy of", checkpoint, config.model.path)
     if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
         raise UserError(
             f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "
-            f"{config.run.steps}: raise run.steps"
+            f"{config.run.steps}: raise run.steps or run.num_train_epochs"
         )
 
 
@@ -274,10 +277,11 @@ def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
         if checkpoint:
             checkpoint.close()
         if world.rank == 0:
-            print(f"odc_mpi: WARNING: {problems[-1]}: trying the next older checkpoint", flush=True)
+            following = ": trying the next older checkpoint" if path != candidates[0] else ""
+            print(f"odc_mpi: WARNING: {problems[-1]}{following}", flush=True)
     if problems:
         raise AllRanksUserError(
-            f"run.resume: expected a complete checkpoint, got none among {len(problems)}: {problems[0]}; "
+            f"run.resume: expected a complete checkpoint, got none among {len(problems)}; the newest: {problems[0]}; "
             f"{_START_OVER_HINT}"
         )
     return None
