@@ -65,7 +65,7 @@ def test_elements_that_are_no_records_can_be_skipped(monkeypatch: pytest.MonkeyP
         ('[{"a": 1} \n{"a" : 2}]', "element 2: .*expected ',' in a JSON array, got '{' at character 12"),
         ('[{"a": 1}]\n[{"a": 2}]', r"element 2: .*expected the end of the file in a JSON array, got '\[' at"),
         ('[{"a": 1}, {"a": ', "element 2: .*Expecting value"),
-        ('[{"a": 1}', "element 2: .*got the end of the file at character 10, ''"),
+        ('[{"a": 1}', "element 2: .*got the end of the file at character 10\\)"),
         ('[{"a": 1},]', "element 2: .*Expecting value at character 11, ']'"),
         ('[{"a": 1}, {"a": "x}]', "element 2: .*Unterminated string"),
         ('[{"a": ' + "9" * 5000 + "}]", "element 1: .*digits"),
