@@ -99,8 +99,8 @@ class FilterCounts:
 class EncodedBlock:
     """A block's sequences for training, and its held-out sequences.
 
-    `kinds` maps True to the location of the first pair of answers, and False to that of the first other example. A
-    block that contains both kinds has no sequences.
+    `kinds` maps True to the location of the first pair of answers, and False to the location of the first example that
+    is not a pair. A block that contains both kinds has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]

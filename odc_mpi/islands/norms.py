@@ -74,7 +74,7 @@ class NormWatch:
         return f"{factor:.3g} {usual}" if math.isfinite(factor) else "not finite"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the means and counts as JSON types."""
+        """Return the means and counts as JSON-serializable values."""
         return {
             "means": list(self._means),
             "num_rounds": list(self._num_rounds),
@@ -136,7 +136,7 @@ class ChangeRule:
         return self._num_steps <= WINDOW or any(change >= self._threshold for change in changes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the norms in the windows as JSON types."""
+        """Return the number of steps and the norms in the windows as JSON-serializable values."""
         return {"num_steps": self._num_steps, "norms": [list(window) for window in self._norms]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

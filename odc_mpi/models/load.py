@@ -118,11 +118,12 @@ def load_start(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> build.MetaModel:
-    """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
+    """Build the model from which training starts.
 
-    For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For the
-    other arguments and errors, see `load_checkpoint`. Also raises `UserError` if the checkpoint is for a different task
-    and contains adapters or a reward model.
+    `path` (`model.path`) is a Hugging Face directory, a run, or a checkpoint. For an adapter checkpoint, the result is
+    the base model, with the checkpoint in its attribute `checkpoint`. For the other arguments and errors, see
+    `load_checkpoint`. Also raises `UserError` if the checkpoint is for a different task and contains adapters or a
+    reward model.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:

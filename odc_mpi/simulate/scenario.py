@@ -231,7 +231,7 @@ class Scenario(ScenarioOptions):
     def outer_exchange_s(self) -> float:
         """Mean seconds per minibatch that an outer loop spends exchanging parameters between islands.
 
-        Once in `sync_every` minibatches, each rank receives its share of the parameters from all other islands.
+        Once every `sync_every` minibatches, each rank receives its share of the parameters from each other island.
         """
         if not (self.sync_every and self.link_gb_per_s):
             return 0.0

@@ -4,7 +4,7 @@
     window/BALANCE       ranks synchronize only at the end of a minibatch
     islands/BALANCE      as window/BALANCE, but each island holds all parameters (`comm.islands`), and ranks exchange
                          gradients and parameters with other islands at the end of a minibatch
-    outer/BALANCE        as islands/BALANCE, but an outer loop exchanges parameters once in `sync_every` minibatches
+    outer/BALANCE        as islands/BALANCE, but an outer loop exchanges parameters once every `sync_every` minibatches
     window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
                          over ranks (`data.plan.context_parallel`)
     floor                lower bound without split sequences: the larger of `even_share` and the time of the longest

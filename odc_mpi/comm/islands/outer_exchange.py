@@ -81,7 +81,7 @@ class FragmentExchange:
     def send(self, fragment: int, amounts: Sequence[float], num_steps: int) -> None:
         """Start gathering the islands' differences for a fragment. Collective, but does not wait.
 
-        The differences result from `num_steps` steps and are weighted by `amounts`.
+        The differences result from `num_steps` steps. `amounts` contains each island's weight; these need not sum to 1.
         """
         assert not self._in_flight, "a message is in flight"
         self._in_flight = fragment, normalized(amounts, {}), num_steps
