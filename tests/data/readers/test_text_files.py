@@ -122,3 +122,9 @@ def test_bytes_that_are_not_utf_8_make_a_bad_record() -> None:
         assert parse_example(good, "")
         with pytest.raises(InvalidRecordError, match=f"^{location}: .*a byte that is not UTF-8"):
             parse_example(bad, location)
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_damaged() -> None:
+    Path("a.json").symlink_to("a.json")
+    with pytest.raises(UserError, match="^cannot read a.json: Too many levels of symbolic links$"):
+        list(read_records(Path("a.json"), lambda _: None))
