@@ -112,9 +112,7 @@ def train(
         config, notes = resolve_settings(config, world, check_stop)
         config = world.run_on_all(partial(apply_exact_settings, config))
         stack.enter_context(deterministic_algorithms(config))
-        cores = world.cores_per_rank()
-        if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(config.run.threads or cores)
+        _set_threads(config, world)
         islands = make_islands(config, world)
         inputs = _open_inputs(config, world, islands)
         config = resolve_steps(config, inputs.dataset)
@@ -133,10 +131,7 @@ def train(
         trainer.callbacks.insert(0, StartReport(world, start_times, model.spans))
         startup_text = startup_lines(config, world, inputs, model, decision, resume_point, notes)
         run_dir = Path(config.run.dir)
-        trackers = (config.run.report_to or ()) if world.rank == 0 else ()
-        # At the end, the other ranks wait for rank 0.
-        finish_s = min(FINISH_S, world.timeout_s / 2)
-        tracker_callback = TrackerCallback(trackers, run_dir, flatten_config(asdict(config)), finish_s)
+        tracker_callback = _build_tracker_callback(config, world)
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, model))
         outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
@@ -163,6 +158,19 @@ def train(
             outer_loop.close()
         model.close()  # not after an error, since the other ranks may not take part
         return summary
+
+
+def _set_threads(config: Config, world: World) -> None:
+    cores = world.cores_per_rank()  # collective
+    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(config.run.threads or cores)
+
+
+def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
+    names = (config.run.report_to or ()) if world.rank == 0 else ()
+    # At the end, the other ranks wait for rank 0.
+    finish_s = min(FINISH_S, world.timeout_s / 2)
+    return TrackerCallback(names, Path(config.run.dir), flatten_config(asdict(config)), finish_s)
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
