@@ -74,7 +74,8 @@ def shard_model(
             nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: As above, but for gradients that are summed locally and pushed once per minibatch.
+        gradient_cache_bytes: Memory in bytes, or "auto", for gradients that are summed locally and pushed once per
+                minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require one-sided windows in host memory. The model closes them.
         device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks
@@ -121,7 +122,7 @@ def shard_model(
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         settings = decision.settings
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
-        # With a GPU, the caches of a rank are there, and not on the host.
+        # With a GPU, the caches of a rank are in the GPU's memory, not in that of the host.
         caches: CacheSizes = sizes if computing is None else ("auto", "auto")
         fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)

@@ -159,7 +159,7 @@ def estimate_memory(
     island_size = _ranks_per_island(config, num_ranks, ranks_per_node)
     trains_apart = config.islands.mode == "outer" and island_size < num_ranks
     num_islands = num_ranks // island_size
-    sizes = _Sizes.of(config, model, *((island_size, 1) if trains_apart else (num_ranks, num_islands)))
+    sizes = _Sizes.from_config(config, model, *((island_size, 1) if trains_apart else (num_ranks, num_islands)))
     in_place = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
@@ -214,7 +214,7 @@ class _Sizes:
     trained_numel: int  # elements of the trainable shards
 
     @classmethod
-    def of(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
+    def from_config(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
         dtype = getattr(torch, config.model.param_dtype)
         default, dtypes = dtypes_by_parameter(model.module) if model.adapter else (dtype, {})
         units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes)
