@@ -81,7 +81,7 @@ class Tasks:
         self.by_name: dict[str, Task] = {COPY: self._copy()}
         for kind, dtype in TYPES.items():
             slots = [self._segments([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
-            gradients = [self._segments(cut(self._numel), dtype) for _ in range(self._num_shards)]
+            gradients = [self._segments(split_numel(self._numel), dtype) for _ in range(self._num_shards)]
             for who in (*ours, TORCH):
                 self.by_name[f"add_{kind}{who}"] = self._add(slots, adds[who])
                 self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, lays[who])
@@ -136,7 +136,7 @@ def _bytes(pieces: Sequence[native.Segment]) -> int:
     return sum(piece.nbytes for _, piece in pieces)
 
 
-def cut(numel: int) -> list[tuple[int, int]]:
+def split_numel(numel: int) -> list[tuple[int, int]]:
     """Return start and length of each segment of a flat array of `numel` elements, each followed by a gap."""
     step = numel // min(SEGMENTS, numel)
     length = step - min(GAP, step // 2)

@@ -78,8 +78,8 @@ def generation(setup: Setup) -> dict[str, Any]:
     count = {name: sum(map(len, own)) for name, own in tokens.items()}
     first, common = {}, {}
     for name in (ODC, f"{ODC}_one"):
-        of = tokens[name.replace(ODC, TRANSFORMERS)]
-        equal = [_num_equal(mine, theirs) for mine, theirs in zip(tokens[name], of, strict=True)]
+        expected = tokens[name.replace(ODC, TRANSFORMERS)]
+        equal = [_num_equal(mine, theirs) for mine, theirs in zip(tokens[name], expected, strict=True)]
         first[name], common[name] = sum(n > 0 for n in equal) / len(equal), sum(equal) / count[name]
     if first[ODC] < 0.5:
         raise UserError(f"expected the first tokens of transformers, got them for {first[ODC]:.0%} of the prompts")

@@ -276,7 +276,7 @@ class Contenders:
         self._report(f"building {name}")
         error = None
         try:
-            with self.memory.of(name):
+            with self.memory.attribute_to(name):
                 contender = build()
                 contender()
             self.by_name[name] = partial(self._measured, name, contender)
@@ -288,7 +288,7 @@ class Contenders:
             self.left_out[name] = errors[0]
 
     def _measured(self, name: str, contender: Contender) -> tuple[float, int]:
-        with self.memory.of(name):
+        with self.memory.attribute_to(name):
             return contender()
 
     def plain(self, config: Config) -> Contender:

@@ -145,8 +145,8 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
         for parameter in each.parameters():
             parameter.data *= sharpness if parameter.ndim > 1 else 1.0
     tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
-    asked = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
-    sample(model, asked, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
+    prompts = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
+    sample(model, prompts, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
     ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
     groups = [PromptGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
     batches, compute, wanted = list(pack_microbatches(groups, 200, with_all=True)), TokenLogps(model), []

@@ -116,6 +116,6 @@ def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch):
 
 
 def test_operations_that_compute_are_refused():
-    placed = PlacedTensor.of("a", (4, 6))
+    placed = PlacedTensor.from_stored("a", (4, 6))
     with pytest.raises(NotImplementedError, match="add computes new values"):
         placed + placed

@@ -32,8 +32,8 @@ def report(same_node=PROVED, other_node=None, **device):
     )
 
 
-def made(found, **wishes):
-    return decide(found, CommSettings(**wishes), on_device=True)
+def made(found, **settings):
+    return decide(found, CommSettings(**settings), on_device=True)
 
 
 def choices(decision):
@@ -171,8 +171,8 @@ def test_alone_a_rank_needs_nothing_of_mpi_and_no_probe():
     untried = replace(alone, device=None)
     assert choices(made(untried)) == ("cuda", "mailbox") and made(untried).zero_copy.value == "on"
     assert RUN_DOCTOR not in made(untried).one_line()
-    for wishes in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
-        assert choices(made(untried, **wishes))[0] == "cpu"
+    for settings in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
+        assert choices(made(untried, **settings))[0] == "cpu"
 
 
 def test_settings_that_do_not_go_together():

@@ -421,14 +421,14 @@ def test_the_state_is_the_plain_module_s(size: int, tied: bool) -> None:
 
 
 def test_one_rank_alone_may_ask_for_the_state() -> None:
-    module, asked = stack(), threading.Event()
+    module, requested = stack(), threading.Event()
 
     def work(transport: RecordingTransport) -> None:
         model = shard(module, transport)
         if transport.group.rank == 1:
             assert_same_state(model.state_dict(), module.state_dict(), 0.0)
-            asked.set()
-        assert asked.wait(10.0)
+            requested.set()
+        assert requested.wait(10.0)
 
     run_ranks(2, work)
 

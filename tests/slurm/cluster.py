@@ -93,8 +93,8 @@ class Cluster:
     def wait(self, job, timeout_s=90, states=frozenset(ENDED)):
         """Wait until a job is in one of some states; return what is known of it."""
         deadline = time.monotonic() + timeout_s
-        while (facts := self.show(job)).get("JobState") not in states:
+        while (fields := self.show(job)).get("JobState") not in states:
             if time.monotonic() > deadline:
-                raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {facts}")
+                raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {fields}")
             time.sleep(0.5)
-        return facts
+        return fields

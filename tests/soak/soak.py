@@ -35,7 +35,7 @@ MAX_NUMEL = 200_000
 MAX_PUSHES = 4
 #: Limit of a minibatch, for each rank.
 MAX_MICROBATCHES = 3
-BALANCES = ("by turns", "all by one rank", "tickets")
+DISTRIBUTIONS = ("by turns", "all by one rank", "tickets")
 SMALLEST_RING = 256
 
 
@@ -49,7 +49,7 @@ class Life:
         self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
         self.dtype = [torch.float32, torch.float64, torch.int64][rng.integers(3)]
         self.num_checked = 0
-        self.balance = BALANCES[rng.integers(len(BALANCES))]
+        self.distribution = DISTRIBUTIONS[rng.integers(len(DISTRIBUTIONS))]
         # From a 64th of all gradients to more than is of use.
         mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         settings = {"zero_copy": bool(rng.integers(2)), "reduction": reduction, "mailbox_bytes": mailbox_bytes}
@@ -84,9 +84,9 @@ class Life:
 
     def own(self, minibatch):
         count, size = self.num_microbatches(minibatch), self.world.size
-        if self.balance == "tickets":
+        if self.distribution == "tickets":
             return self.tickets.draw(count)
-        if self.balance == "by turns":
+        if self.distribution == "by turns":
             return range(self.world.rank, count, size)
         return range(count if minibatch % size == self.world.rank else 0)
 

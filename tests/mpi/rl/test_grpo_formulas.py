@@ -151,14 +151,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("loss_type", "scale", "masked", "beta", "adapters", "only_even"), CASES)
+@pytest.mark.parametrize(("loss_type", "scale", "mask_truncated", "beta", "adapters", "only_even"), CASES)
 def test_losses_and_gradients_are_those_of_the_formulas(
-    world, grpo_dir, loss_type, scale, masked, beta, adapters, only_even
+    world, grpo_dir, loss_type, scale, mask_truncated, beta, adapters, only_even
 ):
     changes = SETTINGS | {
         "rl__loss_type": loss_type,
         "rl__scale_rewards": scale,
-        "rl__mask_truncated_completions": str(masked).lower(),
+        "rl__mask_truncated_completions": str(mask_truncated).lower(),
         "rl__beta": beta,
     }
     if adapters:
