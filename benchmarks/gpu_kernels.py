@@ -171,7 +171,7 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
 
 def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the entry `tasks` of a size, from bytes of an operation and its seconds in each round, by name."""
-    per_byte = {name: [one / moved_bytes[name] for one in own] for name, own in times.items()}
+    per_byte = {name: [one / moved_bytes[name] for one in of_task] for name, of_task in times.items()}
     found = entries(per_byte, 1, of_copy=lambda _: COPY, of_torch=lambda name: name + TORCH)
     return {
         name: {"moved_bytes": moved_bytes[name], **entry, "seconds": quartiles(times[name])}

@@ -136,7 +136,7 @@ def job(arguments):
             ways = {APART: config, CACHES: config, ISLANDS: islands}
         if arguments.cache_bytes:
             ways[f"{arguments.cache_bytes} each"] = caches(config, parse_size(arguments.cache_bytes))
-        runs = {name: partial(train, world, name, own, arguments.steps) for name, own in ways.items()}
+        runs = {name: partial(train, world, name, settings, arguments.steps) for name, settings in ways.items()}
         results = interleaved(runs, arguments.rounds)
         if world.rank == 0:
             print(json.dumps(results), flush=True)

@@ -36,10 +36,10 @@ class Place:
         path = self.path / "script"
         path.write_text(script)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        own = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
-        own |= {"srun": "true", "sbcast": "true", "scontrol": "true", "PATH": f"{self.path}:{os.environ['PATH']}"}
+        variables = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
+        variables |= {"srun": "true", "sbcast": "true", "scontrol": "true", "PATH": f"{self.path}:{os.environ['PATH']}"}
         return subprocess.Popen(
-            ["bash", path, *arguments], cwd=self.path, env=clean | own | env, stderr=subprocess.PIPE, text=True
+            ["bash", path, *arguments], cwd=self.path, env=clean | variables | env, stderr=subprocess.PIPE, text=True
         )
 
     def run(self, script, *arguments, **env):

@@ -16,8 +16,8 @@ TEXTS = ["12", " 13 ", "the answer is 1,300.0", "#### 4 and\n#### 13"]
 
 
 def arguments(**columns):
-    own = {name: [value] * len(TEXTS) for name, value in columns.items()}
-    return {"prompts": ["p"] * 4, "completions": TEXTS, "completion_ids": [[1], [1, 2], [1] * 3, [1] * 4], **own}
+    lists = {name: [value] * len(TEXTS) for name, value in columns.items()}
+    return {"prompts": ["p"] * 4, "completions": TEXTS, "completion_ids": [[1], [1, 2], [1] * 3, [1] * 4], **lists}
 
 
 def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):

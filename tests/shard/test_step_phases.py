@@ -86,11 +86,11 @@ def test_units_and_microbatches_are_published() -> None:
 
     said = run(work)
     for microbatch in (1, 2):
-        own = [what for number, what in said if number == microbatch and "fetching" not in what]
+        in_microbatch = [what for number, what in said if number == microbatch and "fetching" not in what]
         layers = [f"layers.{i}" for i in range(4)]
         forwards = [f"forward of unit {name}" for name in ("(root)", *layers)]
         backwards = [f"backward of unit {name}" for name in ("(root)", *layers[::-1], "(root)")]
-        assert own == forwards + backwards
+        assert in_microbatch == forwards + backwards
     fetched = [what for number, what in said if number == 1 and what.startswith("fetching")]
     assert fetched[:3] == ["fetching unit (root)", "fetching unit layers.0", "fetching unit layers.1"]
     assert {number for number, _ in said} == {1, 2}

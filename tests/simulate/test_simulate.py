@@ -54,7 +54,7 @@ def test_chunks_are_timed_by_hand():
 
 
 def busy_s(found):
-    return sum(ended - began for own in found.timeline for began, ended in own)
+    return sum(ended - began for local in found.timeline for began, ended in local)
 
 
 def test_timelines_by_hand():
@@ -80,10 +80,10 @@ def test_timelines_hold_all_work_of_the_first_minibatch():
     outcome = simulate(replace(scenario, num_minibatches=1))
     assert set(outcome["timeline"]) == set(outcome["idle_per_rank"]) == set(SCHEDULES)
     for name, ranks in outcome["timeline"].items():
-        busy = sum(ended - began for own in ranks for began, ended in own)
+        busy = sum(ended - began for local in ranks for began, ended in local)
         idle = outcome["idle_fraction"][name]
         assert busy == pytest.approx((1 - idle) * scenario.ranks * outcome["step_s"][name], rel=1e-3)
-        assert max(own[-1][1] for own in ranks if own) <= outcome["step_s"][name] * (1 + 1e-9)
+        assert max(local[-1][1] for local in ranks if local) <= outcome["step_s"][name] * (1 + 1e-9)
         idle_of_ranks = outcome["idle_per_rank"][name]
         assert len(idle_of_ranks) == scenario.ranks and min(idle_of_ranks) >= 0
         assert np.mean(idle_of_ranks) == pytest.approx(idle, abs=1e-9)
@@ -188,8 +188,8 @@ def test_gain_of_a_cache():
         minibatch = next(scenario.minibatches())
         minibatch = replace(minibatch, lengths=lengths, sequence_s=np.full(8, 3.0))
         pool = tuple((i,) for i in range(8))
-        own = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())
-        return simulate_timing(minibatch, own, transport).end_s
+        plan = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())
+        return simulate_timing(minibatch, plan, transport).end_s
 
     for balance in ("lb_mini", "dynamic"):
         of_each = [ends(scenario, "window", balance) for scenario in (free, slow, half, kept)]

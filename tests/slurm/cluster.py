@@ -79,11 +79,11 @@ class Cluster:
         return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
     def _environment(self, changes):
-        own = {
+        variables = {
             name: value for name, value in environment(**SPINNING).items() if not name.startswith(("SLURM", "SBATCH"))
         }
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # odc-mpi and mpiexec of this environment
-        return own | {"SLURM_CONF": "/run/slurm/slurm.conf", "SLURM_MPI_TYPE": srun_mpi(), "PATH": path} | changes
+        return variables | {"SLURM_CONF": "/run/slurm/slurm.conf", "SLURM_MPI_TYPE": srun_mpi(), "PATH": path} | changes
 
     def show(self, job):
         """Return the fields of `scontrol show job`."""

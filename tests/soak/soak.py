@@ -82,7 +82,7 @@ class Life:
     def num_microbatches(self, minibatch):
         return int(np.random.default_rng([*self.seed, minibatch]).integers(MAX_MICROBATCHES * self.world.size + 1))
 
-    def own(self, minibatch):
+    def microbatches_of_rank(self, minibatch):
         count, size = self.num_microbatches(minibatch), self.world.size
         if self.distribution == "tickets":
             return self.tickets.draw(count)
@@ -105,7 +105,9 @@ class Life:
         """Push, fetch, pass A, check, pass B."""
         whims = np.random.default_rng()  # nobody else needs to know when this rank sleeps and what it fetches
         on_the_way = []
-        for index, start, values in (push for own in self.own(minibatch) for push in self.pushes(minibatch, own)):
+        for index, start, values in (
+            push for microbatch in self.microbatches_of_rank(minibatch) for push in self.pushes(minibatch, microbatch)
+        ):
             gradient = torch.from_numpy(values).to(self.dtype)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
             time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
@@ -131,10 +133,10 @@ class Life:
                 wanted[index][start : start + values.size] += values
         for index, layout in enumerate(self.transport.parameters.layouts):
             start, stop = layout.owned(self.world.rank)
-            own = self.transport.gradients.shard(index)
-            assert np.array_equal(own[: stop - start].numpy(), wanted[index][start:stop]), f"sums of {self.name}"
-            assert not own[stop - start :].any(), f"padding of {self.name}"
-            own.zero_()
+            shard = self.transport.gradients.shard(index)
+            assert np.array_equal(shard[: stop - start].numpy(), wanted[index][start:stop]), f"sums of {self.name}"
+            assert not shard[stop - start :].any(), f"padding of {self.name}"
+            shard.zero_()
             self.num_checked += stop - start
 
     def publish(self, minibatch):

@@ -33,14 +33,14 @@ def test_weight_decay_depends_on_the_full_shape(kind, fused):
     named = {name: torch.nn.Parameter(torch.ones(5)) for name in shapes}  # slices, all of one dimension
     names = {id(p): name for name, p in named.items()}
     config = OptimConfig(kind, 0.1, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, momentum=0.5)
-    own = {"lr": 0.1, "fused": fused}
-    own |= {"betas": (0.8, 0.9), "eps": 1e-6} if kind == "adamw" else {"momentum": 0.5}
+    expected = {"lr": 0.1, "fused": fused}
+    expected |= {"betas": (0.8, 0.9), "eps": 1e-6} if kind == "adamw" else {"momentum": 0.5}
     groups = make_optimizer(config, named.items(), shapes).param_groups
     assert [([names[id(p)] for p in group["params"]], group["weight_decay"]) for group in groups] == [
         (["matrix", "kernel"], 0.3),
         (["bias", "scalar"], 0.0),
     ]
-    assert all(own.items() <= group.items() for group in groups)
+    assert all(expected.items() <= group.items() for group in groups)
     assert len(make_optimizer(config, [("matrix", named["matrix"])], shapes).param_groups) == 1
 
 

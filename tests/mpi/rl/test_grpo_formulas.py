@@ -39,31 +39,37 @@ def given_completions(index):
     lengths = draws.integers(1, MAX_LENGTH + 1, size=NUM_GENERATIONS)
     tokens = [draws.integers(0, END, size=length).tolist() for length in lengths]
     stopped = [length < MAX_LENGTH or bool(draws.integers(2)) for length in lengths]
-    return [[*own[:-1], END] if ended else own for own, ended in zip(tokens, stopped, strict=True)], stopped
+    return [
+        [*completion[:-1], END] if ended else completion for completion, ended in zip(tokens, stopped, strict=True)
+    ], stopped
 
 
-def give(module, prompts, sampling, deliver, progress):
+def sample_given(module, prompts, sampling, deliver, progress):
     """Deliver given completions in place of generated ones."""
     for i, prompt in enumerate(prompts):
         tokens, stopped = given_completions(prompt.number)
-        deliver(i, PromptCompletions(tokens, [np.zeros(len(own), np.float32) for own in tokens], stopped, 0.0))
+        deliver(
+            i, PromptCompletions(tokens, [np.zeros(len(completion), np.float32) for completion in tokens], stopped, 0.0)
+        )
 
 
 def train(world, config):
     """Train; return for each step the metrics, the full gradients and the parameters before it."""
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
-    model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []
+    model, divide, gradients, steps = trainer.model, trainer.model.divide_gradients_, [], []
 
     def divide_and_keep(divisor):
         divide(divisor)
-        own.append({name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None}
+        )
 
     model.divide_gradients_ = divide_and_keep
-    with patch.object(source, "sample", give), trainer:
+    with patch.object(source, "sample", sample_given), trainer:
         for _ in range(STEPS):
             before = {name: value.clone() for name, value in model.state_dict().items()}
             metrics = trainer.step()
-            of_ranks = world.gather_objects({name: value.numpy() for name, value in own.pop().items()})
+            of_ranks = world.gather_objects({name: value.numpy() for name, value in gradients.pop().items()})
             names = {name for each in of_ranks for name in each}
             gradient = {name: np.concatenate([each[name] for each in of_ranks if name in each]) for name in names}
             steps.append((metrics, gradient, before))
@@ -101,12 +107,12 @@ def compute_terms(policy, reference, rl, row, index, only_even):
     for completion, ended, advantage in zip(tokens, stopped, advantages, strict=True):
         if rl.mask_truncated_completions and not ended:
             continue
-        own = compute_logps(policy, row.tokens, completion)
-        losses, kl = -torch.exp(own - own.detach()) * advantage, torch.zeros(1)
+        logps = compute_logps(policy, row.tokens, completion)
+        losses, kl = -torch.exp(logps - logps.detach()) * advantage, torch.zeros(1)
         if rl.beta:
             with torch.no_grad():
-                theirs = compute_logps(reference, row.tokens, completion)
-            kl = torch.exp(theirs - own) - (theirs - own) - 1
+                reference_logps = compute_logps(reference, row.tokens, completion)
+            kl = torch.exp(reference_logps - logps) - (reference_logps - logps) - 1
             losses = losses + rl.beta * kl
         yield losses, kl
 

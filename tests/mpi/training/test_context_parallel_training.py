@@ -32,7 +32,7 @@ def split_longest(count, lengths, size, max_tokens, cost):
         splits.append(SequenceSplit(i, bounds, tuple(ranks if turn else reversed(ranks))))
     rest = [i for i in range(len(lengths)) if i not in longest]
     plan = dynamic(lengths[rest], size, max_tokens, cost)
-    return Plan(plan.microbatches, tuple(tuple(rest[k] for k in own) for own in plan.pool), tuple(splits))
+    return Plan(plan.microbatches, tuple(tuple(rest[k] for k in indices) for indices in plan.pool), tuple(splits))
 
 
 def train(config, world):
