@@ -157,9 +157,9 @@ def estimate_memory(
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or maps_gpus)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
     island_size = _ranks_per_island(config, num_ranks, ranks_per_node)
-    trains_apart = config.islands.mode == "outer" and island_size < num_ranks
+    trains_separately = config.islands.mode == "outer" and island_size < num_ranks
     num_islands = num_ranks // island_size
-    sizes = _Sizes.from_config(config, model, *((island_size, 1) if trains_apart else (num_ranks, num_islands)))
+    sizes = _Sizes.from_config(config, model, *((island_size, 1) if trains_separately else (num_ranks, num_islands)))
     in_place = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
@@ -181,7 +181,9 @@ def estimate_memory(
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
-        MemoryPart("outer loop", _outer_bytes(config, sizes, num_islands) if trains_apart else 0, optimizer_on_gpu),
+        MemoryPart(
+            "outer loop", _outer_bytes(config, sizes, num_islands) if trains_separately else 0, optimizer_on_gpu
+        ),
         MemoryPart("copy to save", sizes.saved),
         MemoryPart("fetched units", held_bytes if copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),

@@ -194,7 +194,7 @@ def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
 
 
 def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
-    dataset, objective = Dataset(path), config.run.objective
+    dataset, objective = Dataset(path, setting), config.run.objective
     has_pairs = objective != "sft"
     if (dataset.pair_counts is not None) != has_pairs:
         raise UserError(

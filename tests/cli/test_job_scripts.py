@@ -15,7 +15,7 @@ case " $* " in *" rm "*) exit 0 ;; esac
 eval "${name}"
 """
 #: Goes on until SIGUSR1, which it obeys.
-UNTIL_TOLD = (
+UNTIL_SIGNALED = (
     'trap \'touch "$ODC_MPI_STOPPED_FILE"; exit 0\' USR1; touch "$CALLS.up"; for i in {1..300}; do sleep 0.1; done'
 )
 
@@ -105,7 +105,7 @@ def test_a_number_without_settings_does_not_train(place):
 
 
 def test_the_ranks_are_notified_once(place):
-    assert place.signal(signal.SIGUSR1, signal.SIGUSR1, srun=UNTIL_TOLD) == 75
+    assert place.signal(signal.SIGUSR1, signal.SIGUSR1, srun=UNTIL_SIGNALED) == 75
     assert place.calls("scontrol") == ["requeue 12"]
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_fails_leaves_no_copy(place):
     assert place.calls("srun")[-1].endswith(REMOVED)
 
 
-def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
+def test_a_job_canceled_while_it_copies_leaves_nothing(place):
     assert place.signal(signal.SIGTERM, sbcast=COPYING, **STAGED) == 143
     assert place.calls("srun")[-1].endswith(REMOVED)
     assert place.calls("scontrol") == []

@@ -25,7 +25,7 @@ SMALLEST = 256  # bytes of a ring
 
 
 class Borrowed:
-    """Memory of somebody else, which is not kept: MPI holds no reference to what it sends."""
+    """Memory of the caller, which is not kept: MPI holds no reference to buffers that it sends."""
 
     def __init__(self, values):
         owner = values

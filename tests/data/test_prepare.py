@@ -83,7 +83,7 @@ def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None
     assert f"tokens, trained on {source}, with a plain chat template (ChatML), stored in" in report.describe()
     tokenizer = load_tokenizer(report.path)
     for word in ("gugu", "lala", "mimi", "dodo"):
-        assert len(tokenizer(word)["input_ids"]) == 1, "learnt from every text"
+        assert len(tokenizer(word)["input_ids"]) == 1, "trained on every text"
     with Dataset(report.path) as dataset:
         tokens, mask = dataset[0]
         assert tokenizer.decode(tokens[mask]) == "lalala lala<|im_end|>"

@@ -191,7 +191,7 @@ class TestConsole:
             self.look(monkeypatch, None, {"ODC_MPI_PROGRESS": "fancy"}, terminal_width)
 
     def look(self, monkeypatch, columns, environment, look):
-        """Call `look` where a terminal of so many columns is found, or none."""
+        """Call `look` where a terminal of `columns` columns is found, or none."""
         monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: columns)
         for name, value in environment.items():
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)

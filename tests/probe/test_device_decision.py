@@ -117,7 +117,7 @@ def test_who_insists_is_warned_where_nothing_is_proved():
     assert decision.window_device.reason == (
         f"set by comm.window_device; warning: windows on GPUs were not tried: {RUN_DOCTOR}"
     )
-    assert decision.progress.value == "thread", "nobody knows whether they wait"
+    assert decision.progress.value == "thread", "it is not known whether they wait"
     assert made(report(), window_device="cuda").window_device.reason == "set by comm.window_device"
     wanted = made(report(Peer(get=FAST, put=FAST)), window_device="cuda", reduction="accumulate")
     assert choices(wanted) == ("cuda", "accumulate")

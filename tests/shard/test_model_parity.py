@@ -62,8 +62,8 @@ def calling(*per_microbatch: tuple[int, ...]) -> list[list[Batch]]:
         [(0, 1, 2)] * 3,
         [(0, 0, 1, 2), (0, 1, 0, 2), (1, 1, 1, 0)],  # one twice or three times in a forward
         [(0,), (1,), (2,)],  # each by one rank only
-        [(0, 1), (1, 0), (0, 1)],  # one by nobody
-        [(), (), ()],  # all by nobody
+        [(0, 1), (1, 0), (0, 1)],  # one by no rank
+        [(), (), ()],  # all by no rank
         [(2, 1, 0), (), (1, 2, 1)],
     ],
     ids=["all", "repeated", "one_rank", "never", "none", "mixed"],

@@ -103,7 +103,7 @@ class Life:
 
     def minibatch(self, minibatch):
         """Push, fetch, pass A, check, pass B."""
-        whims = np.random.default_rng()  # nobody else needs to know when this rank sleeps and what it fetches
+        whims = np.random.default_rng()  # no other rank needs to know when this rank sleeps and which arrays it fetches
         on_the_way = []
         for index, start, values in (
             push for microbatch in self.microbatches_of_rank(minibatch) for push in self.pushes(minibatch, microbatch)
@@ -147,7 +147,7 @@ class Life:
 
 
 def soak(world, num_minibatches, seed, reductions):
-    """Run lives for so many minibatches, with the reductions by turns; return how many values were checked."""
+    """Run lives for `num_minibatches` minibatches, alternating the reductions; return the number of checked values."""
     num_done = num_checked = 0
     tickets = Tickets(world)
     while num_done < num_minibatches:

@@ -60,8 +60,8 @@ def test_a_minibatch_without_any_gradient_leaves_the_parameters():
 def test_two_callbacks_with_the_same_name_are_refused():
     """Of two numbers of one name only the last would be reported."""
     callback = Callback()
-    callback.gathered_names = ("heard",)
+    callback.gathered_names = ("gathered",)
     model = SimpleNamespace(device=torch.device("cpu"))
     trainer = Trainer(model, Callback(), callback, Callback(), [callback], time.perf_counter)
-    with pytest.raises(ValueError, match="got heard twice"):
+    with pytest.raises(ValueError, match="got gathered twice"):
         trainer.start()

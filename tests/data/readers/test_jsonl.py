@@ -151,5 +151,5 @@ def test_damaged_gzip_files() -> None:
     assert "a.gz, line 1: cannot be read" in refused(records, "a.gz")
     wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
     assert "CRC" in refused(wrong_checksum, "a.gz")
-    # Behind the header's 10 bytes come the bits that tell the first block's type; type 3 is none.
+    # Behind the header's 10 bytes come the bits with the first block's type; type 3 is invalid.
     assert "cannot be read" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")

@@ -97,7 +97,7 @@ def test_the_trace_contains_the_waits_of_the_metrics(config, tmp_path):
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(microbatches))
             assert not microbatches or microbatches[-1][1] <= local["gradients_complete"][0][0]
         for kind in ("fetch", "accumulate"):
-            # The metrics tell of the time until the last microbatch is done.
+            # The metrics contain the time until the last microbatch is done.
             sums = [
                 sum_seconds(local, kind, max([0.0, *(one[1] for one in local["microbatches"])]))
                 for local in traced["ranks"]

@@ -76,7 +76,9 @@ def test_every_position_once_through_thousands_of_minibatches(world, nodes):
         drew_nothing += bool(count) and not drawn
         made.reset()
         published(world)
-    assert world.size == 1 or sum(world.gather_objects(drew_nothing)) > 0, "nobody drew nothing: that was not tried"
+    assert world.size == 1 or sum(world.gather_objects(drew_nothing)) > 0, (
+        "every rank drew a position: drawing none was not tried"
+    )
     made.close()
 
 

@@ -192,11 +192,11 @@ def check(metrics, gradient, wanted, is_apart):
     norm = float(torch.cat([value.flatten() for value in gradients.values()]).norm())
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
     assert norm > 1e-3
-    apart = [
+    differences = [
         np.linalg.norm(gradient.get(name, np.zeros(value.numel())) - value.flatten().numpy())
         for name, value in gradients.items()
     ]
-    assert np.linalg.norm(apart) <= 1e-6 * norm
+    assert np.linalg.norm(differences) <= 1e-6 * norm
     if "kl" in metrics:
         assert metrics["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-6)
         assert not is_apart or kl > 1e-5
