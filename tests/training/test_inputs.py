@@ -103,7 +103,7 @@ def test_errors_name_the_setting_of_the_data_set(tmp_path):
     path = tmp_path / "data.h5"
     write(path, 59, 60)
     data = configuration.DataConfig(path=str(path), eval_path=f"{path}.missing", minibatch_sequences=1)
-    with pytest.raises(UserError, match="got no file: change data.eval_path"):
+    with pytest.raises(UserError, match=r"got no file: change data\.eval_path"):
         open_inputs(configuration.Config(model=configuration.ModelConfig(config=MODEL), data=data), 0, 1)
     with pytest.raises(UserError, match="got no file: change --lengths"):
         lengths_by_name(f"{tmp_path}/missing.h5")
