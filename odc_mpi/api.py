@@ -122,7 +122,7 @@ def shard_model(
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         settings = decision.settings
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
-        # With a GPU, the caches of a rank are in the GPU's memory, not in that of the host.
+        # With a GPU, the caches of a rank are in GPU memory, not in host memory.
         caches: CacheSizes = sizes if computing is None else ("auto", "auto")
         fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)

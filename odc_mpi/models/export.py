@@ -27,7 +27,7 @@ from odc_mpi.files import set_default_mode, sync
 from odc_mpi.hub import cached_model_path, parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
 from odc_mpi.models.build import MetaModel, is_model_directory
-from odc_mpi.models.heads import REWARD, task_of
+from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import load_base, load_checkpoint
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
@@ -229,7 +229,7 @@ def _read(content: _Content, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 def _write_model_config(out: Path, config: dict[str, Any], side_files: SideFiles) -> None:
     trained_with = {}
-    if task_of(config["architectures"][0]) is REWARD:
+    if prediction_task(config["architectures"][0]) is REWARD:
         # A classifier scores the last token that is not padding, so it keeps the padding token of its training.
         trained_with = {"pad_token_id": config["pad_token_id"]}
     else:

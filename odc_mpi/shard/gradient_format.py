@@ -6,9 +6,9 @@ of their terms.
 Note: sums that overflow
     A sum of finite gradients can be infinite. An owner knows whether its sum is finite only once the gradients are
     complete, and reporting this would require another collective. Instead, every rank reports an upper bound on its
-    contribution to any array: the number of its pushes of the array times their largest magnitude. If the sum of all
-    ranks' bounds may exceed the range of `reduce_dtype`, the gradients are treated as not finite. The magnitude of a
-    local sum is computed only when it is pushed, because an element that has overflowed stays infinite or NaN.
+    contribution to any array: its number of pushes of the array times their largest magnitude. If the sum of all ranks'
+    bounds may exceed the range of `reduce_dtype`, the gradients are treated as not finite. The magnitude of a local sum
+    is computed only when it is pushed, because an element that has overflowed stays infinite or NaN.
 """
 
 from abc import ABC, abstractmethod

@@ -148,7 +148,7 @@ def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
         packed_attention(None, *draw(4), **given)
 
 
-class StandIn:
+class FakeVarlen:
     """Computes what the kernel for variable lengths computes; keeps the boundaries that it was given."""
 
     def __init__(self):
@@ -172,7 +172,7 @@ class StandIn:
 
 @pytest.fixture
 def fake_varlen(monkeypatch):
-    monkeypatch.setattr(varlen, "_forward", kernel := StandIn())
+    monkeypatch.setattr(varlen, "_forward", kernel := FakeVarlen())
     monkeypatch.setattr(varlen, "is_supported", lambda *states: True)
     return kernel
 

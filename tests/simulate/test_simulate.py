@@ -205,17 +205,17 @@ def test_gain_of_a_cache():
 def test_the_command_prints_one_object_and_draws_the_default_number_of_minibatches(capsys, workload, count):
     lengths = ["--lengths", "equal"] if workload == "sft" else []
     assert cli.main(["simulate", "--workload", workload, *lengths, "--ranks", "1000", "--per-rank", "1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["scenario"]["num_minibatches"] == count and said["scenario"]["ranks"] == 1000
-    assert set(said["idle_fraction"]) == set(said["speedup"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["scenario"]["num_minibatches"] == count and result["scenario"]["ranks"] == 1000
+    assert set(result["idle_fraction"]) == set(result["speedup"])
 
 
 def test_the_command_prints_tables(capsys):
     assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     words = ("window/dynamic", "window/split", "even_share", "it is the longest sequence", "per rank are enough")
-    assert [each for each in words if each not in said] == []
-    assert max(map(len, said.splitlines())) < 120
+    assert [each for each in words if each not in text] == []
+    assert max(map(len, text.splitlines())) < 120
 
 
 @pytest.mark.parametrize(

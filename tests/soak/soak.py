@@ -103,18 +103,20 @@ class Life:
 
     def minibatch(self, minibatch):
         """Push, fetch, pass A, check, pass B."""
-        whims = np.random.default_rng()  # no other rank needs to know when this rank sleeps and which arrays it fetches
+        local_rng = (
+            np.random.default_rng()
+        )  # no other rank needs to know when this rank sleeps and which arrays it fetches
         on_the_way = []
         for index, start, values in (
             push for microbatch in self.microbatches_of_rank(minibatch) for push in self.pushes(minibatch, microbatch)
         ):
             gradient = torch.from_numpy(values).to(self.dtype)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
-            time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
-            if len(on_the_way) > whims.integers(4):
-                pending, gradient = on_the_way.pop(whims.integers(len(on_the_way)))
+            time.sleep(local_rng.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
+            if len(on_the_way) > local_rng.integers(4):
+                pending, gradient = on_the_way.pop(local_rng.integers(len(on_the_way)))
                 pending.wait()
-            index = int(whims.integers(len(self.sizes)))
+            index = int(local_rng.integers(len(self.sizes)))
             fetched = self.transport.parameters.fetch(index).wait()
             assert torch.equal(fetched, self.parameters(index, minibatch)), f"parameters of {self.name}"
             self.transport.parameters.release(fetched)

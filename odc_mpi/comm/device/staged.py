@@ -1,6 +1,6 @@
 """Stores for models on a GPU whose shards are in host memory.
 
-Each store wraps an inner store with shards in host memory, and uses pinned memory where the GPU cannot copy directly:
+Each store wraps an inner store with shards in host memory, and pinned memory for data that the GPU cannot copy itself:
 
     fetch   copies of mapped shards from their windows to the device; the inner store fetches other shards into pinned
             memory, from where they are copied to the device

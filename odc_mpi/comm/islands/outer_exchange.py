@@ -21,7 +21,7 @@ from odc_mpi.runtime.world import World
 #: Messages are sent in units of this many bytes, so that counts fit into 32 bits.
 _UNIT_BYTES = 4096
 #: Messages are divided into at most `_MAX_PIECES` pieces of at least `_MIN_PIECE_UNITS` units. Each arrival of a piece
-#: extends the deadline of ranks that wait, so a slow network is not treated as a fault.
+#: extends the deadline of ranks that wait, so a slow network is not taken for a fault.
 _MAX_PIECES, _MIN_PIECE_UNITS = 64, 1024
 
 

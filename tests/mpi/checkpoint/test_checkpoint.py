@@ -222,12 +222,12 @@ def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
         time.sleep(0.3 if world.rank == world.size - 1 else 0.0)
         return write(*arguments)
 
-    def look(self, step):
+    def check_before_save(self, step):
         save(self, step)
         behind.append(step - max(steps_in(run.base / "run" / "checkpoints"), default=0))
 
     monkeypatch.setattr(saver, "write_shard", slow)
-    monkeypatch.setattr(checkpointing.CheckpointCallback, "_save", look)
+    monkeypatch.setattr(checkpointing.CheckpointCallback, "_save", check_before_save)
     run("run", run__checkpoint_every=1)
     if world.rank == 0:
         assert max(behind) <= 1, behind
@@ -276,12 +276,12 @@ def test_learned_costs_and_run_info_are_saved(run, world, monkeypatch):
     assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == metadata["versions"].keys()
     restored, load = [], FitCostModel.load_state_dict
 
-    def look(self, metadata):
+    def record_metadata(self, metadata):
         prior = self._loader.cost
         load(self, metadata)
         restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
 
-    monkeypatch.setattr(FitCostModel, "load_state_dict", look)
+    monkeypatch.setattr(FitCostModel, "load_state_dict", record_metadata)
     run("run", run__steps=STEPS + 1, **settings)
     assert restored == [(metadata["cost"], True)]
 

@@ -79,5 +79,5 @@ def train(module, names, dataset, minibatches, optim, islands):
         if tokens[number].sum():
             send(number)
             outer[numbers == number] -= sent.pop(number)[numbers == number]
-    pieces = zip(parameters[0], outer.split([p.numel() for p in parameters[0]]), strict=True)
-    return losses, dict(zip(names, (piece.view(p.shape) for p, piece in pieces), strict=True))
+    slices = zip(parameters[0], outer.split([p.numel() for p in parameters[0]]), strict=True)
+    return losses, dict(zip(names, (slice_.view(p.shape) for p, slice_ in slices), strict=True))

@@ -185,7 +185,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(
     world.gather_objects(None)
 
 
-def check(metrics, gradient, wanted, is_apart):
+def check(metrics, gradient, wanted, has_diverged):
     """Compare a step with the formulas: to 1e-6 of the gradient's norm, and of the sum of all sizes of the loss."""
     loss, size, kl, gradients = wanted
     assert abs(metrics["loss"] - loss) <= 1e-6 * size
@@ -199,4 +199,4 @@ def check(metrics, gradient, wanted, is_apart):
     assert np.linalg.norm(differences) <= 1e-6 * norm
     if "kl" in metrics:
         assert metrics["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-6)
-        assert not is_apart or kl > 1e-5
+        assert not has_diverged or kl > 1e-5

@@ -93,7 +93,7 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
 
 @pytest.mark.sizes(2)
 def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, monkeypatch):
-    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._score_group
+    waiting, reported, wait, score = [], [], RolloutSource._wait, RolloutSource._score_group
     tokens, report = [], RolloutSource._report_token
 
     def scored(source, *arguments):
@@ -111,7 +111,7 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
         tokens.append(waiting.pop())
 
     def task():
-        served.extend(waiting)
+        reported.extend(waiting)
         return False
 
     monkeypatch.setattr(RolloutSource, "_score_group", scored)
@@ -120,8 +120,8 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
     world.progress.add(task)
     run("waiting", run__steps=1)
     world.progress.remove(task)
-    assert [token for token in served if token is not None] == tokens
-    assert None in served or world.rank == 1
+    assert [token for token in reported if token is not None] == tokens
+    assert None in reported or world.rank == 1
 
 
 @pytest.mark.sizes(2)
