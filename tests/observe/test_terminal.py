@@ -190,8 +190,8 @@ class TestConsole:
         with pytest.raises(UserError, match="ODC_MPI_PROGRESS: expected bar or plain, got 'fancy'"):
             self.with_columns(monkeypatch, None, {"ODC_MPI_PROGRESS": "fancy"}, terminal_width)
 
-    def function(self, monkeypatch, columns, environment, function):
-        """Call `look` where a terminal of `columns` columns is found, or none."""
+    def with_columns(self, monkeypatch, columns, environment, function):
+        """Call `function` where a terminal of `columns` columns is found, or none."""
         monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: columns)
         for name, value in environment.items():
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)

@@ -59,7 +59,7 @@ class Life:
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in specs])
         self.name = (
             f"{reduction}, {mailbox_bytes if reduction == 'mailbox' else 0} bytes, {self.sizes}, "
-            f"thread {self.has_thread}, microbatches: {self.balance}"
+            f"thread {self.has_thread}, microbatches: {self.distribution}"
         )
 
     @contextmanager
