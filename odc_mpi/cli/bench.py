@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     measure = selected.prepare(arguments)
     if not is_launched():
         try:
-            return mpiexec.run(arguments.ranks or selected.ranks, arguments.words, timeout_s=arguments.timeout_s)
+            return mpiexec.run(arguments.ranks or selected.ranks, arguments.argv, timeout_s=arguments.timeout_s)
         except TimeoutError as error:
             print_error(error)
             return 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.configuration import ATTENTION_IMPLEMENTATIONS, unsupported_reason
-from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
+from odc_mpi.simulate.options import ScenarioOptions, declared_options, option_name
 
 if TYPE_CHECKING:
     from odc_mpi.simulate.scenario import Scenario
@@ -74,7 +74,7 @@ def step_seconds(text: str) -> float:
 def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], **defaults: Any) -> None:
     """Add `--json` and the options of the scenario class `kind`. `defaults` overrides field defaults by name."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    for field, (number, option) in options_of(kind).items():
+    for field, (number, option) in declared_options(kind).items():
         default = defaults.get(field, getattr(kind, field))
         convert, metavar = (size_in_bytes, "SIZE") if option.is_size else (number, "N" if number is int else "X")
         help_text = f"{option.help}; default: {default:g}"

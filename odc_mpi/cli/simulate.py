@@ -5,13 +5,13 @@ import argparse
 from odc_mpi.bench.measure import print_result
 from odc_mpi.cli.options import add_scenario, build_scenario
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.options import LENGTHS, WIRE_BYTES, RolloutOptions, ScenarioOptions, option_name, options_of
+from odc_mpi.simulate.options import LENGTHS, WIRE_BYTES, RolloutOptions, ScenarioOptions, declared_options, option_name
 
 HELP = "estimate the speed-up of balancing strategies; needs no MPI"
 #: Default limit on the total number of sequences in all minibatches. Simulating 1,000 ranks then takes ten seconds.
 MAX_DEFAULT_SEQUENCES = 16_384
 #: Fields whose options are valid only with `--workload grpo`.
-GENERATION = tuple(options_of(RolloutOptions).keys() - options_of(ScenarioOptions).keys())
+GENERATION = tuple(declared_options(RolloutOptions).keys() - declared_options(ScenarioOptions).keys())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

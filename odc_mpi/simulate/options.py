@@ -65,7 +65,7 @@ class ScenarioOptions:
     gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
 
     def __post_init__(self) -> None:
-        for field, (_, option) in options_of(type(self)).items():
+        for field, (_, option) in declared_options(type(self)).items():
             value = getattr(self, field)
             if not option.minimum <= value <= option.maximum:  # nan fails both comparisons
                 bounds = f"from {option.minimum} to {option.maximum}"
@@ -86,7 +86,7 @@ class RolloutOptions(ScenarioOptions):
     decode_sequence_s: Annotated[float, Option(0, MAX_S, "seconds of each sequence in a decode step")] = 8.6e-5
 
 
-def options_of(kind: type) -> dict[str, tuple[Any, Option]]:
+def declared_options(kind: type) -> dict[str, tuple[Any, Option]]:
     """Return the type and the `Option` of each annotated field of a dataclass, keyed by field name."""
     hints = get_type_hints(kind, include_extras=True)
     return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Annotated}

@@ -18,7 +18,7 @@ SINGLE_RANK = SimpleNamespace(
 
 
 def test_several_nodes_are_refused():
-    """Ranks that sleep there serve nobody."""
+    """Ranks that sleep on other nodes answer no requests."""
     with pytest.raises(AllRanksUserError, match="measures on one node, got 2"):
         measure(SimpleNamespace(num_nodes=2), Scenario(), 1.0)
 

@@ -119,8 +119,8 @@ def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None
     chat = CONVERSATIONS["two"]
     changing = with_template(tokenizer, LAST_THINKS)
     together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
-    apart = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
-    assert spans(changing, chat) == spans(changing, chat, "always") == apart
+    separate = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
+    assert spans(changing, chat) == spans(changing, chat, "always") == separate
     words = r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
     with pytest.raises(InvalidRecordError, match=words):
         spans(changing, chat, "never")

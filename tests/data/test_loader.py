@@ -56,7 +56,7 @@ def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, nu
         assert all(minibatch_key(minibatch) == minibatch_key(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
         if not first.plan.pool:
-            assert [len(list(filter(None, own))) for own in first.plan.microbatches] == list(map(len, batches))
+            assert [len(list(filter(None, of_rank))) for of_rank in first.plan.microbatches] == list(map(len, batches))
         everything = [batch for mine in batches for batch in mine]
         assert sorted(i for batch in everything for i in batch.indices) == sorted(first.indices)
         assert sum(batch.num_tokens for batch in everything) == first.num_tokens

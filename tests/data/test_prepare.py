@@ -83,7 +83,7 @@ def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None
     assert f"tokens, trained on {source}, with a plain chat template (ChatML), stored in" in report.describe()
     tokenizer = load_tokenizer(report.path)
     for word in ("gugu", "lala", "mimi", "dodo"):
-        assert len(tokenizer(word)["input_ids"]) == 1, "learnt from every text"
+        assert len(tokenizer(word)["input_ids"]) == 1, "trained on every text"
     with Dataset(report.path) as dataset:
         tokens, mask = dataset[0]
         assert tokenizer.decode(tokens[mask]) == "lalala lala<|im_end|>"
@@ -102,9 +102,9 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
     assert (report.longest, report.num_tokens) == (10, 36)
     with Dataset(report.path) as dataset:
         assert dataset.lengths.tolist() == [6, 10, 10, 10]
-        whole, cut = dataset[1], dataset[3]
-        assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
-        assert cut[1].tolist() == [False] * 2 + [True] * 8
+        complete, truncated = dataset[1], dataset[3]
+        assert (complete[0][:9] == truncated[0][:9]).all() and complete[0][9] != truncated[0][9]
+        assert truncated[1].tolist() == [False] * 2 + [True] * 8
     assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: no loss" in report.describe()
 
 

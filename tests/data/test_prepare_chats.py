@@ -25,18 +25,18 @@ THINKING = (
 )
 
 
-def say(*contents: str) -> dict[str, Any]:
+def make_chat(*contents: str) -> dict[str, Any]:
     roles = ("user", "assistant") * len(contents)
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
 
 
 def conversation(i: int) -> dict[str, Any]:
-    return say(f"Is {i} 0?", f"No, {i}.", f"Is {i} 1?", f"No, {i}.")
+    return make_chat(f"Is {i} 0?", f"No, {i}.", f"Is {i} 1?", f"No, {i}.")
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    chats = [*(conversation(i) for i in range(40)), say("?", "Hm.</think>No."), say("Is 40 0?", "No, 40.")]
+    chats = [*(conversation(i) for i in range(40)), make_chat("?", "Hm.</think>No."), make_chat("Is 40 0?", "No, 40.")]
     return write_lines(tmp_path / "a.jsonl", *chats)
 
 
@@ -68,7 +68,7 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     assert sides[0].isdisjoint(sides[1]) and len(sides[0]) + len(sides[1]) == 41
     tokenizer = load_tokenizer(out)
     assert tokenizer.chat_template == THINKING
-    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", say("Is 1 0?")["messages"])])[0])
+    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", make_chat("Is 1 0?")["messages"])])[0])
     assert prompt == "<|im_start|>user\nIs 1 0?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     template.write_text(THINKING + " ")
     assert prepare([source], out, options).elapsed_s is not None, "another template"
@@ -91,7 +91,7 @@ def test_additional_templates_are_used_and_stored(tmp_path: Path, num_proc: int)
     tokenizer.save_pretrained(tmp_path / "model")
     assert [path.name for path in (tmp_path / "model" / ADDITIONAL_TEMPLATES).iterdir()] == ["tool_use.jinja"]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    lines = write_lines(tmp_path / "a.jsonl", say("1", "2") | {"tools": tools}, say("1", "2"))
+    lines = write_lines(tmp_path / "a.jsonl", make_chat("1", "2") | {"tools": tools}, make_chat("1", "2"))
     prepare([lines], tmp_path / "a.h5", PrepareOptions(tokenizer=tmp_path / "model", num_proc=num_proc))
     prepare([lines], tmp_path / "b.h5", PrepareOptions(tokenizer=tmp_path / "a.h5"))
     for path in (tmp_path / "a.h5", tmp_path / "b.h5"):

@@ -35,12 +35,12 @@ def table(name: str, rows: list[dict[str, Any]], **options: Any) -> str:
     return name
 
 
-def taken(mixture: Mixture) -> list[str]:
+def take_all(mixture: Mixture) -> list[str]:
     return [example.completion for example in parse_blocks(block for _, block in mixture.read(lambda _: None))]
 
 
 def read_all(*words: str) -> list[str]:
-    return taken(mix(find_sources(words), 0, "first_exhausted"))
+    return take_all(mix(find_sources(words), 0, "first_exhausted"))
 
 
 def refused(*words: str) -> str:
@@ -82,14 +82,14 @@ def test_weights_are_shares_drawn_by_the_seed() -> None:
     write("b.jsonl.gz", [f"b{i}" for i in range(1000)])
     table("c.parquet", [{"text": f"c{i}"} for i in range(1000)], row_group_size=300)
     sources = find_sources(["a.jsonl:0.2", "b.jsonl.gz:0.5", "c.parquet:0.3"])
-    first = taken(mix(sources, 0, "first_exhausted"))
+    first = take_all(mix(sources, 0, "first_exhausted"))
     assert [sum(text[0] == name for text in first) for name in "abc"] == [100, 250, 150]
     assert len(set(first)) == 500, "nothing twice"
     assert first == sorted(first, key=lambda text: (text[0], int(text[1:])))
     assert 300 < sum(int(text[1:]) for text in first if text[0] == "b") / 250 < 700, "from all of the file"
-    assert taken(mix(sources, 0, "first_exhausted")) == first
-    assert taken(mix(sources, 1, "first_exhausted")) != first
-    every = taken(mix(sources, 0, "all_exhausted"))
+    assert take_all(mix(sources, 0, "first_exhausted")) == first
+    assert take_all(mix(sources, 1, "first_exhausted")) != first
+    every = take_all(mix(sources, 0, "all_exhausted"))
     assert [sum(text[0] == name for text in every) for name in "abc"] == [667, 1667, 1000]
     assert {f"{n}{i}" for n, count in (("a", 100), ("b", 1000), ("c", 1000)) for i in range(count)} == set(every)
     assert {every.count(f"a{i}") for i in range(100)} == {6, 7}

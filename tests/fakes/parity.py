@@ -79,10 +79,10 @@ def train_sharded(model, transport, minibatches, loss=squares, make_optimizer=ad
     optimizer = make_optimizer(model.shard_parameters())
     losses = {}
     for step, minibatch in enumerate(minibatches):
-        own = [i for i in range(len(minibatch)) if (step + i) % transport.group.size == transport.group.rank]
+        of_rank = [i for i in range(len(minibatch)) if (step + i) % transport.group.size == transport.group.rank]
         with model.minibatch():
-            for i in own:
-                if mark_last and i == own[-1]:
+            for i in of_rank:
+                if mark_last and i == of_rank[-1]:
                     model.set_is_last_backward()
                 value = loss(model, minibatch[i])
                 value.backward()

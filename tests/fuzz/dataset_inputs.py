@@ -25,8 +25,8 @@ def cases(rng):
         argv = train("--data.balance", rng.choice(("lb_mini", "dynamic")))
         yield Case(FAMILY, f"{name}, two ranks", argv, _open(broken), RIGHT, same=True, ranks=2, limit_s=90)
     for tenth in range(10):
-        cut = lambda content, tenth=tenth: content[: len(content) * tenth // 10]  # noqa: E731
-        yield Case(FAMILY, f"cut to {tenth} tenths", train(), change("data.h5", cut), RIGHT, same=True)
+        truncate = lambda content, tenth=tenth: content[: len(content) * tenth // 10]  # noqa: E731
+        yield Case(FAMILY, f"cut to {tenth} tenths", train(), change("data.h5", truncate), RIGHT, same=True)
     halves = {"first": lambda content: bytes(len(content) // 2) + content[len(content) // 2 :]}
     halves["second"] = lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
     for name, half in halves.items():

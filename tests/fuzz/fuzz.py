@@ -1,4 +1,4 @@
-"""Give the commands damaged files and bad input, and judge what comes of it.
+"""Give the commands damaged files and bad input, and judge the results.
 
     python tests/fuzz/fuzz.py --seed 0 --jobs 2                 all inputs: make fuzz SEED=0
     python tests/fuzz/fuzz.py --part 20                         a random twentieth of each family

@@ -90,7 +90,7 @@ def _odd_sources(directory):
 
 
 def _outputs():
-    """Outputs that exist. Those that are no data set of ours are refused in tests/data/test_prepare_outputs.py."""
+    """Outputs that exist. Those that are not our data sets are refused in tests/data/test_prepare_outputs.py."""
     for out in ("missing/out.h5", "x" * 300, "/proc/out.h5", "new\n.h5"):
         yield Case(FAMILY, f"output {out[:40]!r}", prepare(out=out), codes=(0, 2))
     yield Case(FAMILY, "output is the tokenizer's data set", prepare(out="data.h5", options=("--tokenizer", "data.h5")))

@@ -58,9 +58,9 @@ def test_a_long_text_is_cut_between_characters(page: StatusPage, memory: bytearr
     assert MAX_TEXT_BYTES - 4 < len(what.encode()) <= MAX_TEXT_BYTES
 
 
-@pytest.mark.parametrize("cut", range(1, 100, 7))
+@pytest.mark.parametrize("num_new_bytes", range(1, 100, 7))
 def test_a_writer_that_is_stopped_within_a_slot_leaves_the_one_before(
-    page: StatusPage, memory: bytearray, cut: int
+    page: StatusPage, memory: bytearray, num_new_bytes: int
 ) -> None:
     """As much of the next record as was stored when the process was stopped."""
     for number in range(4):
@@ -69,7 +69,7 @@ def test_a_writer_that_is_stopped_within_a_slot_leaves_the_one_before(
     page.write("backward of unit layers.4, which has another long name to be cut at any place in it", 4)
     after = bytes(memory)
     start = 0 if before[:SLOT_BYTES] != after[:SLOT_BYTES] else SLOT_BYTES
-    torn = before[:start] + after[start : start + cut] + before[start + cut :]
+    torn = before[:start] + after[start : start + num_new_bytes] + before[start + num_new_bytes :]
     status = read_page(torn)
     assert status is not None and status.microbatch == 3
     status = read_page(after)

@@ -51,9 +51,9 @@ def test_every_completion_is_trained_once():
         assert sorted(decoded) == list(range(SMALL.num_groups))
         shares = [minibatch.shares(g) for g in range(SMALL.num_groups)]
         assert all(len(of_group) == SHARES for of_group in shares)
-        packs = [own for of_group in shares for share in of_group for own in share]
-        assert sorted(i for own in packs for i in own) == list(range(count))
-        assert all(minibatch.minibatch.lengths[list(own)].sum() <= SMALL.max_tokens for own in packs)
+        packs = [pack for of_group in shares for share in of_group for pack in share]
+        assert sorted(i for pack in packs for i in pack) == list(range(count))
+        assert all(minibatch.minibatch.lengths[list(pack)].sum() <= SMALL.max_tokens for pack in packs)
 
 
 def test_training_by_hand():
@@ -74,8 +74,8 @@ def test_nothing_beats_the_bound_and_sharing_wins():
     assert outcome["idle_fraction"][BASELINE] == pytest.approx(0.14, abs=0.03)
     assert 0.4 < outcome["generation_fraction"] < 0.75
     for name, ranks in outcome["timeline"].items():
-        for own in ranks:
-            edges = [second for span in own for second in span]
+        for of_rank in ranks:
+            edges = [second for span in of_rank for second in span]
             assert edges == sorted(edges) and edges[0] == 0.0, name
 
 

@@ -54,7 +54,7 @@ def test_chunks_are_timed_by_hand():
 
 
 def busy_s(found):
-    return sum(ended - began for own in found.timeline for began, ended in own)
+    return sum(ended - began for local in found.timeline for began, ended in local)
 
 
 def test_timelines_by_hand():
@@ -80,10 +80,10 @@ def test_timelines_hold_all_work_of_the_first_minibatch():
     outcome = simulate(replace(scenario, num_minibatches=1))
     assert set(outcome["timeline"]) == set(outcome["idle_per_rank"]) == set(SCHEDULES)
     for name, ranks in outcome["timeline"].items():
-        busy = sum(ended - began for own in ranks for began, ended in own)
+        busy = sum(ended - began for local in ranks for began, ended in local)
         idle = outcome["idle_fraction"][name]
         assert busy == pytest.approx((1 - idle) * scenario.ranks * outcome["step_s"][name], rel=1e-3)
-        assert max(own[-1][1] for own in ranks if own) <= outcome["step_s"][name] * (1 + 1e-9)
+        assert max(local[-1][1] for local in ranks if local) <= outcome["step_s"][name] * (1 + 1e-9)
         idle_of_ranks = outcome["idle_per_rank"][name]
         assert len(idle_of_ranks) == scenario.ranks and min(idle_of_ranks) >= 0
         assert np.mean(idle_of_ranks) == pytest.approx(idle, abs=1e-9)
@@ -188,8 +188,8 @@ def test_gain_of_a_cache():
         minibatch = next(scenario.minibatches())
         minibatch = replace(minibatch, lengths=lengths, sequence_s=np.full(8, 3.0))
         pool = tuple((i,) for i in range(8))
-        own = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())
-        return simulate_timing(minibatch, own, transport).end_s
+        plan = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())
+        return simulate_timing(minibatch, plan, transport).end_s
 
     for balance in ("lb_mini", "dynamic"):
         of_each = [ends(scenario, "window", balance) for scenario in (free, slow, half, kept)]
@@ -205,17 +205,17 @@ def test_gain_of_a_cache():
 def test_the_command_prints_one_object_and_draws_the_default_number_of_minibatches(capsys, workload, count):
     lengths = ["--lengths", "equal"] if workload == "sft" else []
     assert cli.main(["simulate", "--workload", workload, *lengths, "--ranks", "1000", "--per-rank", "1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["scenario"]["num_minibatches"] == count and said["scenario"]["ranks"] == 1000
-    assert set(said["idle_fraction"]) == set(said["speedup"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["scenario"]["num_minibatches"] == count and result["scenario"]["ranks"] == 1000
+    assert set(result["idle_fraction"]) == set(result["speedup"])
 
 
 def test_the_command_prints_tables(capsys):
     assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     words = ("window/dynamic", "window/split", "even_share", "it is the longest sequence", "per rank are enough")
-    assert [each for each in words if each not in said] == []
-    assert max(map(len, said.splitlines())) < 120
+    assert [each for each in words if each not in text] == []
+    assert max(map(len, text.splitlines())) < 120
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 The end times of ranks differ by up to one microbatch, so the last microbatches must be small. However, each microbatch
 has a constant cost, so there should be few microbatches. Therefore, most packings consist of a few large microbatches
 per rank and a tail of small microbatches with the shortest sequences, as in factoring (Hummel, Schonberg and Flynn,
-"Factoring: a method for scheduling parallel loops", 1992). Of several packings, the one with the earliest end, averaged
-over equal and different rank speeds (`SPREADS`), is used. Decisions depend only on comparisons, sums in a fixed order
-and `math.fsum`, so every process computes the same packing.
+"Factoring: a method for scheduling parallel loops", 1992). Several packings are compared, and the one with the earliest
+end, averaged over equal and different rank speeds (`SPREADS`), is used. Decisions depend only on comparisons, sums in a
+fixed order and `math.fsum`, so every process computes the same packing.
 """
 
 import math

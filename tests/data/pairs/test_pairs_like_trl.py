@@ -64,19 +64,19 @@ def assert_alike(tokenizer: Any, records: list[dict[str, Any]], max_length: int 
             assert not tokenizer.decode(all_tokens[len(tokens) :]).strip()
 
 
-def say(role: str, content: str) -> dict[str, str]:
+def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-USER = say("user", "Is it?")
+USER = message("user", "Is it?")
 #: The second begin alike, the third have context, the last a system message.
 CHATS: list[dict[str, Any]] = [
-    {"prompt": prompt, "chosen": [say("assistant", chosen)], "rejected": [say("assistant", rejected)]}
+    {"prompt": prompt, "chosen": [message("assistant", chosen)], "rejected": [message("assistant", rejected)]}
     for prompt, chosen, rejected in (
         ([USER], "Yes, it is.", "No."),
         ([USER], "I think so.", "I think not"),
-        ([USER, say("assistant", "What?"), say("user", "Blue.")], "Very.", "It is 🙂"),
-        ([say("system", "Be brief."), USER], "Yes.", "Not at all."),
+        ([USER, message("assistant", "What?"), message("user", "Blue.")], "Very.", "It is 🙂"),
+        ([message("system", "Be brief."), USER], "Yes.", "Not at all."),
     )
 ]
 #: Begins with a system message of its own, as that of SmolLM2.

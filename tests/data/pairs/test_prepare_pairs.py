@@ -192,4 +192,4 @@ def test_show_separates_both_answers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert head and lines[1:4] == ["<|im_start|>user", "Is it?<|im_end|>", "<|im_start|>assistant"]
     assert lines[4] == "" and lines[5].startswith("--- chosen: ") and lines[6] == "[[Yes.\\x1b<|im_end|>]]"
     assert lines[7].startswith("--- rejected: ") and lines[8:] == ["[[No, lalala lala.<|im_end|>]]"]
-    assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "learnt from both answers"
+    assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "trained on both answers"

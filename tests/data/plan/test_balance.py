@@ -38,11 +38,11 @@ def test_each_sequence_is_planned_once_and_fits(name: str, exact: bool, packs: b
             microbatches = [*itertools.chain(*plan.microbatches), *plan.pool]
             assert sorted(itertools.chain(*microbatches)) == list(range(n))
             assert {type(i) for i in itertools.chain(*microbatches)} <= {int}
-            assert all(lengths[list(own)].sum() <= 4096 for own in microbatches)
-            assert all(len(own) <= 1 for own in microbatches) or packs
+            assert all(lengths[list(microbatch)].sum() <= 4096 for microbatch in microbatches)
+            assert all(len(microbatch) <= 1 for microbatch in microbatches) or packs
             assert len(set(map(len, plan.microbatches))) == 1 if name == "lb_micro" else all(microbatches)
             for in_order in (*plan.microbatches, plan.pool):
-                costs = [cost.sequence(lengths[list(own)]).sum() for own in in_order]
+                costs = [cost.sequence(lengths[list(microbatch)]).sum() for microbatch in in_order]
                 assert costs == sorted(costs, reverse=True)
             seen.add(frozenset(microbatches))
         assert not exact or len(seen) == 1, "microbatches depend on the sequences alone"
@@ -85,12 +85,12 @@ def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
         counts = shape(plan)
         assert max(map(sum, counts)) - min(map(sum, counts)) <= 1
         # None is empty if there is a sequence to give.
-        assert all(own.count(0) == max(0, len(own) - sum(own)) for own in counts)
+        assert all(of_rank.count(0) == max(0, len(of_rank) - sum(of_rank)) for of_rank in counts)
 
 
 def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
     plan = lb_micro(np.array([1, 7, 7, 5, 7, 4, 9]), 2, 10, CostModel(0.0))
-    assert all(own.count(0) == max(0, len(own) - sum(own)) for own in shape(plan))
+    assert all(of_rank.count(0) == max(0, len(of_rank) - sum(of_rank)) for of_rank in shape(plan))
 
 
 def test_lb_micro_takes_as_few_microbatches_as_packing_finds() -> None:
@@ -98,7 +98,7 @@ def test_lb_micro_takes_as_few_microbatches_as_packing_finds() -> None:
     for _ in range(50):
         lengths = rng.integers(1, 60, 24)
         parts = lb_micro(lengths, 3, 100, CostModel()).microbatches
-        least = max(-(-sum(lengths[list(pack)].sum() for pack in own) // 100) for own in parts)
+        least = max(-(-sum(lengths[list(pack)].sum() for pack in of_rank) // 100) for of_rank in parts)
         assert least <= len(parts[0]) <= 11 / 9 * least + 6 / 9
 
 
@@ -131,7 +131,10 @@ def test_they_are_dealt_out_by_the_cost_that_may_change() -> None:
     plans = [rank_independent_packing("lb_mini", FIRST)(lengths, 4, 512, cost) for cost in (FIRST, LATER)]
     assert plans[0] != plans[1]
     for plan, cost in zip(plans, (FIRST, LATER), strict=True):
-        loads = [sum(cost.constant + cost.sequence(lengths[list(own)]).sum() for own in r) for r in plan.microbatches]
+        loads = [
+            sum(cost.constant + cost.sequence(lengths[list(microbatch)]).sum() for microbatch in r)
+            for r in plan.microbatches
+        ]
         assert max(loads) < 1.1 * min(loads)
 
 

@@ -29,11 +29,11 @@ def learn(
     for _ in range(minibatches):
         for rank, slow in zip(ranks, slowness or [1.0] * len(ranks), strict=True):
             for _ in range(6):
-                own = np.minimum(rng.lognormal(8.5, 1.0, rng.integers(1, 4)), 65_536).astype(int)
+                lengths_of_microbatch = np.minimum(rng.lognormal(8.5, 1.0, rng.integers(1, 4)), 65_536).astype(int)
                 if lengths:
-                    own = np.full(1, lengths)
-                seconds = slow * microbatch_cost(true, own) * (1 + 0.1 * rng.standard_normal())
-                rank.observe(own, seconds * (50 if rng.random() < outliers else 1))
+                    lengths_of_microbatch = np.full(1, lengths)
+                seconds = slow * microbatch_cost(true, lengths_of_microbatch) * (1 + 0.1 * rng.standard_normal())
+                rank.observe(lengths_of_microbatch, seconds * (50 if rng.random() < outliers else 1))
         share(ranks)
 
 

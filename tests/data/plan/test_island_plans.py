@@ -103,7 +103,7 @@ def test_exact_islands_depend_neither_on_their_ranks_nor_on_a_later_cost(dataset
             plan = next(loader).plan
             both = plan.microbatches[:num_ranks], plan.microbatches[num_ranks:]
             pools = plan.pool_of(0), plan.pool_of(num_ranks)
-            seen.add(tuple(frozenset([*sum(own, ()), *pool]) for own, pool in zip(both, pools, strict=True)))
+            seen.add(tuple(frozenset([*sum(of_ranks, ()), *pool]) for of_ranks, pool in zip(both, pools, strict=True)))
     assert len(seen) == 1
 
 
@@ -112,8 +112,8 @@ def test_shares_are_those_of_loss_tokens(dataset: Dataset) -> None:
     minibatch = next(island_loader(dataset, size=2))
     assert minibatch.island_amounts == (minibatch.num_tokens,)
     minibatches = [next(island_loader(dataset, rank=rank, size=6, num_islands=3)) for rank in range(6)]
-    own = [sum(microbatch.num_tokens for microbatch in minibatch) for minibatch in minibatches]
-    amounts = [own[0] + own[1], own[2] + own[3], own[4] + own[5]]
+    num_tokens = [sum(microbatch.num_tokens for microbatch in minibatch) for minibatch in minibatches]
+    amounts = [num_tokens[0] + num_tokens[1], num_tokens[2] + num_tokens[3], num_tokens[4] + num_tokens[5]]
     for rank, minibatch in enumerate(minibatches):
         assert list(minibatch.island_amounts) == amounts
         assert minibatch.island_share == amounts[rank // 2] / minibatch.num_tokens

@@ -82,7 +82,7 @@ def test_even_fit_takes_the_older_of_equally_cheap_bins() -> None:
         sizes = rng.integers(1, 10, 200)
         bins: list[list[int]] = []
         for i in argsort_descending(sizes):
-            cheapest = min(bins, key=lambda own: sizes[own].sum(), default=[])
+            cheapest = min(bins, key=lambda indices: sizes[indices].sum(), default=[])
             if cheapest and sizes[cheapest].sum() + sizes[i] <= min(most, 40):
                 cheapest.append(i)
             else:

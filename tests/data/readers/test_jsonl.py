@@ -111,7 +111,7 @@ def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
 def test_empty_texts_are_legal_and_may_have_no_loss_tokens() -> None:
     silent = {"role": "assistant", "content": ""}
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
-    for messages, trains in (
+    for messages, has_loss in (
         (CHAT, True),
         ([{"role": "system", "content": ""}, *CHAT], True),
         ([{"role": "user", "content": None}, *CHAT, silent], True),
@@ -122,7 +122,7 @@ def test_empty_texts_are_legal_and_may_have_no_loss_tokens() -> None:
         ([], False),
     ):
         [chat] = read_bytes(line({"messages": messages}))
-        assert isinstance(chat, Conversation) and chat.has_loss == trains, messages
+        assert isinstance(chat, Conversation) and chat.has_loss == has_loss, messages
         assert all(isinstance(message["content"], str) and "name" not in message for message in chat.messages)
     content = line({"prompt": "", "completion": "b"}) + line({"prompt": "a", "completion": ""}) + line({"text": ""})
     assert [example.has_loss for example in read_bytes(content)] == [True, False, False]
@@ -151,5 +151,5 @@ def test_damaged_gzip_files() -> None:
     assert "a.gz, line 1: cannot be read" in refused(records, "a.gz")
     wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
     assert "CRC" in refused(wrong_checksum, "a.gz")
-    # Behind the header's 10 bytes come the bits that tell the first block's type; type 3 is none.
+    # Behind the header's 10 bytes come the bits with the first block's type; type 3 is invalid.
     assert "cannot be read" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")

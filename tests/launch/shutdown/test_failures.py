@@ -10,7 +10,7 @@ from mpi_launch import finish, launch, script, start
 from processes import is_running
 
 #: An owner that never takes what lies in its mailbox.
-NEVER_SERVES = """
+NEVER_ANSWERS = """
 import time, torch
 from odc_mpi import World
 from odc_mpi.comm.factory import window_transport
@@ -109,7 +109,7 @@ model.publish()
 @pytest.mark.library
 @pytest.mark.quick
 def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
-    done = launch(2, script(tmp_path, NEVER_SERVES), timeout_s=50)
+    done = launch(2, script(tmp_path, NEVER_ANSWERS), timeout_s=50)
     assert done.code != 0 and done.seconds < 30
     waits = r"rank 0 on \S+ waited more than 2 s while waiting for room to push the gradient of unit layers\.3: "
     assert re.search(waits + "it waits for rank 1 ", done.err), done.err

@@ -15,13 +15,13 @@ def test_callbacks_run_in_the_documented_order(world, dataset_path, shared_dir, 
     documented = [name for line in table.splitlines() for name in re.findall(r"[A-Z]\w+", line.strip().split("  ")[0])]
     found = []
 
-    def look(trainer, *rest):
+    def record_callbacks(trainer, *rest):
         for each in trainer.callbacks:
             found.append(next(kind.__name__ for kind in type(each).mro() if kind.__name__ in documented))
         run_steps(trainer, *rest)
 
     run_steps = run._run_steps
-    monkeypatch.setattr(run, "_run_steps", look)
+    monkeypatch.setattr(run, "_run_steps", record_callbacks)
     changes = {"run.exact": "true", "data.cost": "fitted", "data.eval_path": dataset_path, "run.steps": 1}
     run.train(configure(dataset_path, **changes, **{"run.dir": shared_dir / "ordered"}), world)
     assert found == documented
