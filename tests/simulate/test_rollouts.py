@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.simulate.rollouts import (
     BASELINE,
@@ -77,10 +76,3 @@ def test_nothing_beats_the_bound_and_sharing_wins():
         for own in ranks:
             edges = [second for span in own for second in span]
             assert edges == sorted(edges) and edges[0] == 0.0, name
-
-
-def test_the_command_prints_a_table(capsys):
-    assert cli.main(["simulate", "--workload", "grpo", "--minibatches", "2", "--per-rank", "2"]) == 0
-    printed = capsys.readouterr().out
-    for words in (*SCHEDULES, "bound", "8 completions of each", "lengths aime", "and the same completions"):
-        assert words in printed
