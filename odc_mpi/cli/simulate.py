@@ -24,13 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate a scenario, print the results, and return the exit code."""
-    from odc_mpi.simulate.simulate import recommend_batch_size, simulate
+    from odc_mpi.simulate.simulate import simulate
 
     if arguments.num_minibatches is None:
         each = max(1, arguments.ranks * arguments.per_rank)
         arguments.num_minibatches = max(1, min(ScenarioOptions.num_minibatches, MAX_DEFAULT_SEQUENCES // each))
-    scenario = build_scenario(arguments)
-    print_result({"benchmark": "simulate", **simulate(scenario)}, arguments.json)
-    if not arguments.json:
-        print(f"\n{recommend_batch_size(scenario)}")
+    print_result({"benchmark": "simulate", **simulate(build_scenario(arguments))}, arguments.json)
     return 0

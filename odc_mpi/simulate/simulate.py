@@ -56,11 +56,6 @@ PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_lo
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
 #: Pauses shorter than this time, in seconds, are omitted from timelines.
 PAUSE_S = 1e-3
-#: Numbers of sequences per rank to compare.
-PER_RANK = (1, 2, 4, 8, 16)
-#: Maximum number of sequences to simulate for each number in `PER_RANK`, which takes a few seconds. However, at least
-#: one minibatch is simulated.
-MAX_SIMULATED_SEQUENCES = 8_192
 
 
 def simulate(scenario: Scenario) -> dict[str, Any]:
@@ -233,31 +228,3 @@ def floor_s(minibatch: SimulatedMinibatch) -> tuple[float, float]:
     longest = computed_s + communication_s + cost_s
     # Communication does not depend on the speed of a rank.
     return longest, (work + fewest * communication_s * float(minibatch.speeds.min())) / float(minibatch.speeds.sum())
-
-
-def recommend_batch_size(scenario: Scenario) -> str:
-    """Simulate each number of sequences per rank in `PER_RANK`, and return a table of results and a recommendation.
-
-    The recommendation is the smallest number of sequences per rank whose throughput is within 2% of the best.
-    """
-    lines = [f"{'sequences':>12}{'speed-up':>12}{'':20}{'idle':>12}{'sequences':>14}"]
-    lines.append(f"{'per rank':>12}{'lb_mini':>12}{'dynamic':>10}{'split':>10}{'dynamic':>12}{'per s':>14}")
-    rates = {}
-    for per_rank in PER_RANK:
-        max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))
-        num_minibatches = min(max_minibatches, scenario.num_minibatches)
-        result = simulate(replace(scenario, per_rank=per_rank, num_minibatches=num_minibatches))
-        rates[per_rank] = scenario.ranks * per_rank / result["step_s"][ON_DEMAND]
-        speedup = result["speedup"]
-        lines.append(
-            f"{per_rank:12}{speedup['window/lb_mini']:12.3f}{speedup[ON_DEMAND]:10.3f}{speedup[SPLIT]:10.3f}"
-            f"{result['idle_fraction'][ON_DEMAND]:12.1%}{rates[per_rank]:14.2f}"
-        )
-    best = max(rates.values())
-    enough = next(per_rank for per_rank, rate in rates.items() if rate >= 0.98 * best)
-    gain, rest = rates[enough] / rates[PER_RANK[0]] - 1, best / rates[enough] - 1
-    advice = (
-        f"With {ON_DEMAND}, {enough} per rank are enough: {gain:.0%} more sequences per second than "
-        f"with {PER_RANK[0]}.\nLarger minibatches add at most {rest:.1%}."
-    )
-    return "\n".join([*lines, "", advice])
