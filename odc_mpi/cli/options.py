@@ -77,7 +77,8 @@ def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--lengths", default=lengths, metavar="NAME", help=help_text)
     for field, (number, option) in OPTIONS.items():
         default = defaults.get(field, getattr(ScenarioOptions, field))
-        convert, metavar = (size_in_bytes, "SIZE") if option.is_size else (number, "N" if number is int else "X")
+        is_size = field.endswith("_bytes")
+        convert, metavar = (size_in_bytes, "SIZE") if is_size else (number, "N" if number is int else "X")
         help_text = f"{option.help}; default: {default:g}"
         parser.add_argument(
             option_name(field), dest=field, type=convert, default=default, metavar=metavar, help=help_text

@@ -16,12 +16,11 @@ WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 33 / 32, "e3m0": 17 / 32}
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. If `is_size`, the value is in bytes and may have a suffix (512M)."""
+    """Inclusive bounds and help text of an option."""
 
     minimum: float
     maximum: float
     help: str
-    is_size: bool = False
 
 
 _COUNT, _DEVIATION = (1, 10**5), (0, 10)
@@ -60,8 +59,8 @@ class ScenarioOptions:
     link_gb_per_s: Annotated[float, Option(*_SPEED, "speed of a rank between islands; 0: free")] = 0.0
     sync_every: Annotated[int, Option(0, 10**6, "islands.sync_every of an outer loop to simulate, too; 0: none")] = 0
     wire: str = "float32"
-    parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes", True)] = 0
-    gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
+    parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes")] = 0
+    gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes")] = 0
 
     def __post_init__(self) -> None:
         for field, (_, option) in OPTIONS.items():

@@ -84,16 +84,19 @@ def summarize(
     floors = [floor_s(minibatch) for minibatch in scenario.minibatches()]
     shared = [even for _, even in floors]
     each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
+    totals = {name: math.fsum(seconds) for name, seconds in each.items()}
     # Bounds assume the fewest possible microbatches.
     bound = scenario.ranks * math.fsum(shared)
     work = {name: float(seconds.sum()) for name, seconds in busy.items()} | dict.fromkeys(BOUNDS, bound)
-    means = ratios(each, work, BASELINE, scenario.ranks)
+    speedup = {name: totals[BASELINE] / total for name, total in totals.items()}
     return {
-        "floor": means["speedup"][FLOOR],
+        "floor": speedup[FLOOR],
         "scenario": asdict(scenario),
-        **means,
+        "speedup": speedup,
+        "idle_fraction": {name: max(0.0, 1 - work[name] / (scenario.ranks * total)) for name, total in totals.items()},
+        "step_s": {name: total / len(floors) for name, total in totals.items()},
         "idle_per_rank": {
-            name: np.maximum(0.0, 1.0 - seconds / math.fsum(each[name])).tolist() for name, seconds in busy.items()
+            name: np.maximum(0.0, 1.0 - seconds / totals[name]).tolist() for name, seconds in busy.items()
         },
         "longest_sequence_bound_fraction": sum(longest > even for longest, even in floors) / len(floors),
         "timeline": timeline,
@@ -138,21 +141,6 @@ def collect_timings(
     return ends, busy, timeline
 
 
-def ratios(
-    ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
-) -> dict[str, dict[str, float]]:
-    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each keyed by schedule or bound.
-
-    `ends` contains each minibatch's duration, and `work` the total busy time of all ranks, both in seconds.
-    """
-    totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
-    return {
-        "speedup": {name: totals[baseline] / total for name, total in totals.items()},
-        "idle_fraction": {name: max(0.0, 1.0 - work[name] / (ranks * total)) for name, total in totals.items()},
-        "step_s": {name: total / len(ends[name]) for name, total in totals.items()},
-    }
-
-
 def plan(minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
     """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may contain the `dynamic` plan."""
     scenario = minibatch.scenario
@@ -188,7 +176,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan) -> SimulatedTim
         started.add(rank)
         return minibatch.window_s(rank, plan.pool[k], is_first=is_first)
 
-    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration)
+    pool = simulate_dynamic(len(plan.pool), available_at, duration)
     timeline = [[*chunks, *unsplit] for chunks, unsplit in zip(chunk_timelines, pool.timeline, strict=True)]
     return SimulatedTiming(pool.end_s, timeline)
 

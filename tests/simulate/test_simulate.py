@@ -66,10 +66,10 @@ def test_timelines_by_hand():
     found = simulate_static([[3.0, 0.0, 1.0], [1.0, 4.0], []])
     assert found == SimulatedTiming(5.0, [[(0.0, 3.0), (3.0, 4.0)], [(0.0, 1.0), (1.0, 5.0)], []])
     work = [5.0, 3.0, 3.0, 2.0, 1.0]
-    found = simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k])
+    found = simulate_dynamic(5, [0.0] * 2, lambda rank, k: work[k])
     assert found == SimulatedTiming(7.0, [[(0.0, 5.0), (5.0, 7.0)], [(0.0, 3.0), (3.0, 6.0), (6.0, 7.0)]])
     # Rank 1 is half as fast.
-    found = simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k] * (1 + rank))
+    found = simulate_dynamic(5, [0.0] * 2, lambda rank, k: work[k] * (1 + rank))
     assert found == SimulatedTiming(10.0, [[(0.0, 5.0), (5.0, 8.0), (8.0, 9.0)], [(0.0, 6.0), (6.0, 10.0)]])
     assert merge_intervals([(0.0, 1.0), (1.4, 2.0), (2.5, 3.0)], gap_s=0.5) == [(0.0, 2.0), (2.5, 3.0)]
     assert merge_intervals([], gap_s=0.5) == []
