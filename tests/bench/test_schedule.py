@@ -58,7 +58,6 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
         ("--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
         ("--step-s inf", "--step-s"),
         ("--ranks 100000", "--ranks 100000: expected at most"),
-        ("--workload grpo", "unknown argument --workload"),
     ],
 )
 def test_user_errors_are_one_line(capsys, options, output):

@@ -38,10 +38,12 @@ def pack_pool(
     """Pack a minibatch for `size` ranks. Returns microbatches, costliest first, as positions in `lengths`.
 
     `lengths`, int64 [n], contains the length of each sequence in tokens, and `costs`, float64 [n], contains its cost.
-    There must be at least one sequence, and none may be longer than `max_tokens`. A microbatch costs `constant` more
-    than its sequences. `available_at` contains, for each value in `SPREADS`, the time at which each rank starts to
-    claim microbatches, in units of cost, float64 [size]; None if all ranks start at 0.
+    No sequence may be longer than `max_tokens`. A microbatch costs `constant` more than its sequences. `available_at`
+    contains, for each value in `SPREADS`, the time at which each rank starts to claim microbatches, in units of cost,
+    float64 [size]; None if all ranks start at 0.
     """
+    if not len(lengths):
+        return ()
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
     earliest = math.inf

@@ -63,8 +63,6 @@ def test_each_token_is_planned_once_and_chunks_fit(size):
                 assert all(0 < b - a <= max_tokens for a, b in pairwise(split.bounds))
                 assert len(set(split.ranks)) == len(split.ranks) and set(split.ranks) <= set(range(size))
             assert plan == split_longest(lengths.copy(), size, max_tokens, COST)
-            if not n or lengths.max() <= max_tokens:
-                assert plan == split_longest(lengths, size, max_tokens, COST, dynamic(lengths, size, max_tokens, COST))
             assert {type(x) for s in plan.splits for x in (s.position, *s.bounds, *s.ranks)} <= {int}
 
 
