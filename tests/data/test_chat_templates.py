@@ -205,11 +205,3 @@ def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: 
         for call in (CALL, as_object):
             found = spans(with_template(tokenizer, template), Conversation("", [turn(1)[0], call]))
             assert found == [['lookup{"word": "zebra"}<|im_end|>']]
-
-
-def test_split_answers_are_separate_sequences(tokenizer: Any) -> None:
-    changing = with_template(tokenizer, LAST_THINKS)
-    [encoded, [plain]] = encode(changing, [CONVERSATIONS["three"], CONVERSATIONS["one"]])
-    texts = [trained_text(changing, [each]) for each in encoded]
-    assert texts == [f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)]
-    assert encoded[0].tokens.tolist() == plain.tokens.tolist()

@@ -74,14 +74,6 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     assert prepare([source], out, options).elapsed_s is not None, "another template"
 
 
-@pytest.mark.slow
-def test_worker_processes_use_the_other_template(source: str, template: Path, tmp_path: Path) -> None:
-    plain = prepare([source], tmp_path / "plain.h5", PrepareOptions(vocab_size=300)).path
-    options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=2)
-    report = prepare([source], tmp_path / "a.h5", options)
-    assert report.num_split_turns == 40 and load_tokenizer(report.path).chat_template == THINKING
-
-
 @pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_additional_templates_are_used_and_stored(tmp_path: Path, num_proc: int) -> None:
     """Hugging Face tokenizers use the template `tool_use` if there are tools."""
@@ -97,10 +89,11 @@ def test_additional_templates_are_used_and_stored(tmp_path: Path, num_proc: int)
     for path in (tmp_path / "a.h5", tmp_path / "b.h5"):
         assert texts(path) == ["adduser1assistant2", "user1assistant2"]
         assert load_tokenizer(path).chat_template == tokenizer.chat_template
-    other = PrepareOptions(tokenizer=tmp_path / "a.h5", chat_template=tmp_path / "plain.jinja")
+    other = PrepareOptions(tokenizer=tmp_path / "a.h5", chat_template=tmp_path / "plain.jinja", num_proc=num_proc)
     (tmp_path / "plain.jinja").write_text(plain)
     prepare([lines], tmp_path / "c.h5", other)
     assert load_tokenizer(tmp_path / "c.h5").chat_template == plain
+    assert texts(tmp_path / "c.h5") == ["user1assistant2"] * 2
 
 
 def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, template: Path, tmp_path: Path) -> None:
