@@ -91,8 +91,10 @@ MODEL_KEYS = (
     *("layer_types", "tie_word_embeddings", "dtype", "head_dim", "initializer_range", "quantization_config"),
     *("auto_map", "attention_dropout", "pad_token_id", "sliding_window", "unknown_key"),
 )
-MODEL_VALUES = (0, 1, 3, -1, 15, 1.5, "", "x", "nan", None, [], ["x"], {}, {"a": "\ud800"}, 10**6, 10**9, 10**12, _HUGE)
+MODEL_VALUES = (0, 1, 3, -1, 15, 1.5, "", "x", "nan", None, [], ["x"], {}, {"a": "\ud800"}, 10**12, _HUGE)
 OWN_VALUES = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "pad_token_id"), (10**9,)),
+    "hidden_size": (-16, 10**6, 10**9),
     "model_type": ("bert", "t5", "clip", "gpt2"),
     "rope_parameters": ({"rope_type": "nope"}, {"rope_type": "linear"}, {"rope_theta": "x"}),
     "layer_types": (["full_attention"], ["full_attention"] * 100),
