@@ -6,6 +6,7 @@ import zlib
 import h5py
 import numpy as np
 import pytest
+from damage import flip
 
 from odc_mpi.checkpoint import shard_file
 from odc_mpi.checkpoint.shard_file import ShardEntry, ShardFile, write_shard
@@ -80,6 +81,22 @@ def test_a_rank_that_owns_nothing(tmp_path):
     record = write_shard(tmp_path / "x.h5", [], ATTRIBUTES)
     with ShardFile(tmp_path / "x.h5", record) as file:
         assert list(file.verify()) == []
+
+
+def test_every_flipped_bit_is_noticed(tmp_path, entries, small_blocks):
+    path = tmp_path / "x.h5"
+    record = write_shard(path, entries, ATTRIBUTES)
+    intact = path.read_bytes()
+    # Those of HDF5's own structures are at the beginning.
+    rng = np.random.default_rng(0)
+    for position in [*range(0, 600, 3), *rng.integers(len(intact), size=200).tolist()]:
+        flip(path, position)
+        try:
+            with ShardFile(path, record) as file:
+                assert list(file.verify()), f"byte {position}"
+        except UserError as error:
+            assert str(path) in str(error)
+        path.write_bytes(intact)
 
 
 @pytest.mark.parametrize("length", [0, 10, 1000, -1])

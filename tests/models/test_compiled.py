@@ -62,6 +62,16 @@ def test_layers_and_lengths_share_graphs_and_compute_as_before(backend):
     assert 0 < backend.frame_count <= NUM_GRAPHS
 
 
+def test_the_twin_keeps_no_parameters(backend):
+    module = model(1)
+    compiled.compile_layers(module)
+    loss(module, (4, 4))
+    twin = module.model.layers[0].forward._twin
+    assert list(twin.parameters()) == []
+    assert twin.mlp.down_proj is not module.model.layers[0].mlp.down_proj
+    assert twin.mlp.config is module.model.layers[0].mlp.config
+
+
 def test_generation_is_not_compiled(backend):
     """Its cache grows with every token."""
     module = model(2).eval()
