@@ -98,9 +98,7 @@ def test_a_killed_worker_ends_the_call(chats, tokenizer_path, tmp_path):
     killer.start()
     with pytest.raises(UserError, match=r"has ended early: is there enough memory for --num-proc 2\?"):
         prepare(
-            [str(chats)] * 50,
-            tmp_path / "a.h5",
-            PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2),
+            [str(chats)] * 50, tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2)
         )
     killer.join()
     assert list(tmp_path.iterdir()) == []

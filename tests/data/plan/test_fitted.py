@@ -15,16 +15,7 @@ TRUE = CostModel(linear=2e-5, quadratic=1e-9, constant=0.05)
 LENGTHS = np.array([300, 1000, 5000, 20_000, 60_000])
 
 
-def learn(
-    ranks,
-    true=TRUE,
-    *,
-    minibatches=40,
-    seed=0,
-    outliers=0.01,
-    slowness=None,
-    lengths=None,
-):
+def learn(ranks, true=TRUE, *, minibatches=40, seed=0, outliers=0.01, slowness=None, lengths=None):
     rng = np.random.default_rng(seed)
     for _ in range(minibatches):
         for rank, slow in zip(ranks, slowness or [1.0] * len(ranks), strict=True):
