@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from odc_mpi.shard.model import ShardedModel
 ITEM_BYTES = 8
 Batch = tuple[Any, ...]  # arguments of one forward
 Loss = Callable[[Any, Batch], torch.Tensor]  # of a module or a sharded model
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 
 def adamw(parameters):

@@ -75,7 +75,7 @@ class LateTransport(RecordingTransport):
     """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed."""
 
     fetch_s = push_s = 0.001
-    make_pool: type[BufferPool] = LatePool
+    make_pool = LatePool
 
     def reserve(self, plan):
         self.parameters.buffers = self.make_pool()
@@ -174,7 +174,7 @@ def on_ranks(size=0, **settings):
 
         functools.update_wrapper(on_all, test)
         signature = inspect.signature(test)
-        on_all.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        on_all.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
         return on_all
 
     return decorate

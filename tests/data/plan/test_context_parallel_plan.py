@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from length_fixtures import microbatch_cost
 
-from odc_mpi.data.plan.balance import Plan, dynamic
+from odc_mpi.data.plan.balance import dynamic
 from odc_mpi.data.plan.context_parallel import even_bounds, split_longest
 from odc_mpi.data.plan.cost import CostModel
 
@@ -16,11 +16,11 @@ COST = CostModel(1.0, 1e-3, 100.0)
 COSTS = (CostModel(1.0), CostModel(0.0, 1.0), CostModel(3.0, 0.25), CostModel(1.0, 0.5, 7.0, 1.2))
 
 
-def longtailed(seed: int, n: int) -> np.ndarray:
+def longtailed(seed, n):
     return np.clip(np.random.default_rng(seed).lognormal(6.5, 1.0, n).astype(np.int64), 1, 8192)
 
 
-def costliest(bounds, cost: CostModel) -> float:
+def costliest(bounds, cost):
     return max(cost.chunk(a, b) for a, b in pairwise(bounds))
 
 
@@ -66,7 +66,7 @@ def test_each_token_is_planned_once_and_chunks_fit(size):
             assert {type(x) for s in plan.splits for x in (s.position, *s.bounds, *s.ranks)} <= {int}
 
 
-def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
+def run(plan, size, lengths, cost):
     """Run a plan event by event: a chunk begins when all ranks of its sequence have reached it. Fails on a deadlock."""
     due = [[split for split in plan.splits if rank in split.ranks] for rank in range(size)]
     free = [0.0] * size

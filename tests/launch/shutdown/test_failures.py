@@ -203,27 +203,6 @@ for step in range(3):
     assert "passed 1" not in done.out
 
 
-@pytest.mark.quick
-def test_ranks_with_different_data_are_reported(tmp_path, data, config):
-    text = f"""
-import os, sys
-from odc_mpi.cli import main as cli
-from odc_mpi.runtime.world import MPI
-from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.dataset.writer import DatasetWriter
-os.makedirs("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
-os.chdir("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
-with Dataset("{data}") as whole, DatasetWriter("data.h5", vocab_size=60, tokenizer="none", source="other") as writer:
-    for i in range(len(whole) - MPI.COMM_WORLD.rank):
-        writer.append(*whole[i])
-sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
-"""
-    done = launch(2, script(tmp_path, text))
-    assert done.code == 2, done.err
-    differing = r"data.path: data.h5 differs between ranks: rank 1 has [0-9a-f]+, rank 0 has [0-9a-f]+"
-    assert len([line for line in done.lines if re.search(differing, line)]) == 1
-
-
 @pytest.mark.library
 @pytest.mark.quick
 def test_a_launcher_of_another_mpi_is_noticed(tmp_path):

@@ -1,6 +1,5 @@
 """Training on a GPU that the ranks share: `make test-gpu`; elsewhere skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
-import os
 from functools import partial
 
 import pytest
@@ -14,14 +13,7 @@ from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    if not torch.cuda.is_available():
-        required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
-        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4), pytest.mark.usefixtures("gpu")]
 
 
 @pytest.fixture

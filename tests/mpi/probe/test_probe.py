@@ -125,6 +125,10 @@ def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch
     probed = first.with_problem(Problem(("probed",), ""))
     monkeypatch.setattr(probe, "probe", lambda *_: probed)
     assert probe.cached_or_quick_report(world).problems == ()
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "node", world.node + world.rank)
+        found = probe.cached_or_quick_report(world).problems
+        assert (found == ()) == (world.size == 1), "ranks are laid out differently"
     if files:
         files[0].write_text("damaged")
     assert probe.cached_or_quick_report(world).problems == probed.problems
