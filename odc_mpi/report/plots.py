@@ -25,8 +25,8 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e0
 #: Color of text on bars, which differs from `PAPER` so that dark mode does not replace it.
 _ON_COLOR = "#fffffe"
 
-#: Function that draws a plot on an empty figure, and sets the height of the figure.
-Draw = Callable[["Figure"], None]
+#: Function that draws a plot on an empty figure, and returns the height in pixels that the plot needs.
+Draw = Callable[["Figure"], float]
 #: Width of a plot in pixels. One pixel is 1/72 inch, so that points, matplotlib's unit of font sizes, are pixels.
 WIDTH = 1060
 _PIXELS_PER_INCH = 72
@@ -161,10 +161,11 @@ def svg(draw: Draw, name: str, title: str = "") -> str:
 
         with style.context(["default", _SETTINGS, {"svg.hashsalt": name}]):
             figure = Figure((WIDTH / _PIXELS_PER_INCH, 1), layout="constrained", facecolor=PAPER if title else "none")
-            draw(figure)
+            height = draw(figure)
             if title:
                 figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-                _set_height(figure, figure.get_figheight() * _PIXELS_PER_INCH + 22 * len(title.splitlines()))
+                height += 22 * len(title.splitlines())
+            figure.set_figheight(height / _PIXELS_PER_INCH)
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
@@ -187,10 +188,6 @@ def _no_messages() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _set_height(figure: "Figure", pixels: float) -> None:
-    figure.set_figheight(pixels / _PIXELS_PER_INCH)
-
-
 def _fill(style: Style) -> dict[str, Any]:
     """Return the settings of a bar. Its edges have the color of the hatch, but no width unless they are an outline."""
     is_outline = style.color == "none"
@@ -206,7 +203,7 @@ def _mark(axes: "Axes", at: float, text: str) -> None:
     axes.text(at, 1.0, text, transform=axes.get_xaxis_transform(), ha="right" if is_right else "left", va="bottom")
 
 
-def gantt(figure: "Figure", charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> None:
+def gantt(figure: "Figure", charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> float:
     """Draw Gantt charts one below the other. `styles` maps each kind of span to its style, in drawing order."""
     end_s = max(chart.end_s for chart in charts)
     rows = [len(chart.rows) for chart in charts]
@@ -225,7 +222,7 @@ def gantt(figure: "Figure", charts: Sequence[GanttChart], styles: Mapping[str, S
     grid[-1, 0].set_xlabel("seconds", loc="right")
     used = [kind for kind in styles if kind in handles]
     figure.legend([handles[kind] for kind in used], used, loc="outside lower left", ncols=min(6, len(used)))
-    _set_height(figure, 24 * sum(rows) + 46 * len(charts) + 70)
+    return 24 * sum(rows) + 46 * len(charts) + 70
 
 
 def _draw_row(axes: "Axes", number: int, row: GanttRow, styles: Mapping[str, Style], pixel_s: float) -> dict[str, Any]:
@@ -246,7 +243,7 @@ def _draw_row(axes: "Axes", number: int, row: GanttRow, styles: Mapping[str, Sty
     return handles
 
 
-def bars(figure: "Figure", panels: Sequence[BarPanel], styles: Mapping[str, Style]) -> None:
+def bars(figure: "Figure", panels: Sequence[BarPanel], styles: Mapping[str, Style]) -> float:
     """Draw panels of bars side by side. `styles` maps the label of each bar to its style, from top to bottom."""
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     rows = {label: row for row, label in enumerate(styles)}
@@ -272,7 +269,7 @@ def bars(figure: "Figure", panels: Sequence[BarPanel], styles: Mapping[str, Styl
             x = 0.0 if panel.references else panel.quartiles.get(label, [panel.values[label]])[-1]
             text, offset = format(panel.values[label], panel.form), "offset points"
             axes.annotate(text, (x, row), (7, 0), textcoords=offset, va="center_baseline", bbox=_box(PAPER))
-    _set_height(figure, 27 * len(rows) + 86)
+    return 27 * len(rows) + 86
 
 
 def _box(color: str) -> dict[str, Any]:
@@ -285,7 +282,7 @@ def curves(
     rows: Sequence[Sequence[Panel]],
     xlabel: str,
     x_form: Callable[[float], str] | None = None,
-) -> None:
+) -> float:
     """Draw rows of panels with a common x range. With `x_form`, which formats x values, the x axis is logarithmic."""
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
     heights = [max(panel.height for panel in panels) for panels in rows]
@@ -304,12 +301,10 @@ def curves(
                 axes.set_xticks([], minor=True)
             else:
                 axes.locator_params(axis="x", integer=True)
-    _set_height(figure, sum(heights))
+    return sum(heights)
 
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
-
     for curve in panel.curves:
         axes.plot(curve.x, curve.y, label=curve.label, clip_on=False, **curve.style)
     labels = [curve.label for curve in panel.curves if curve.label]
@@ -317,20 +312,17 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     if labels:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(labels), handlelength=1.6)
     if panel.form == "log":
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_yscale("log", subs=[])
+        axes.locator_params(axis="y", subs=(1, 2, 5))
     elif panel.form and axes.get_ylim()[0] > 0:
         axes.set_ylim(bottom=0)
-    if panel.form.endswith("%"):
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    elif panel.form in ("", "log"):
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.4g}"))
-    else:
-        axes.yaxis.set_major_formatter(f"{{x:{panel.form}}}")
+    form = ".4g" if panel.form in ("", "log") else panel.form
+    if form == ".0%" and axes.get_ylim()[1] < 0.03:
+        form = ".1%"
+    axes.yaxis.set_major_formatter(f"{{x:{form}}}")
 
 
-def histograms(figure: "Figure", panels: Sequence[Histogram]) -> None:
+def histograms(figure: "Figure", panels: Sequence[Histogram]) -> float:
     """Draw histograms of token counts side by side."""
     grid = figure.subplots(1, len(panels), squeeze=False)
     for panel, axes in zip(panels, grid[0], strict=True):
@@ -341,12 +333,12 @@ def histograms(figure: "Figure", panels: Sequence[Histogram]) -> None:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:,.0f}")
         _mark(axes, *panel.mark)
-    _set_height(figure, 250)
+    return 250
 
 
 def stack(
     figure: "Figure", x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style]
-) -> None:
+) -> float:
     """Draw a stacked bar of shares of time for each step in `x`. `parts` maps activities to shares, from 0 to 1."""
     axes = figure.subplots()
     step = x[1] - x[0] if len(x) > 1 else 1.0
@@ -361,4 +353,4 @@ def stack(
     axes.set_xlabel("step", loc="right")
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter("{x:.0%}")
-    _set_height(figure, 270)
+    return 270

@@ -144,8 +144,8 @@ def _curves(lines: Lines, keys: Mapping[str, tuple[str, Mapping[str, str]]]) -> 
 def _curve(lines: Lines, key: str, label: str, style: Mapping[str, str] = _TRAINING) -> Curve:
     """Return the curve of a metric. Training metrics of skipped steps are NaN."""
     present = [line for line in lines if key in line]
-    missing = [line[key] is None or (line.get("skipped") and not key.startswith("eval")) for line in present]
-    y = [math.nan if is_missing else line[key] for line, is_missing in zip(present, missing, strict=True)]
+    is_training = not key.startswith("eval")
+    y = [math.nan if line[key] is None or (is_training and line.get("skipped")) else line[key] for line in present]
     return Curve(label, [line["step"] for line in present], y, style)
 
 
