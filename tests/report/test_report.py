@@ -402,7 +402,9 @@ def test_pictures_are_text_and_the_same_each_time(tmp_path):
     figure = Figure(
         "p", 'a "b"', partial(curves, rows=[[Panel("", [Curve("", [1, 2], [3.0, 4.0], {})])]], xlabel="step")
     )
-    assert 'aria-label="a &quot;b&quot;"' in html(ReportPage("t", [], figures=[figure]))
+    page = html(ReportPage("t", [], figures=[figure, figure._replace(name="q")]))
+    assert 'aria-label="a &quot;b&quot;"' in page
+    assert len(extract_plots(page)) == 2
 
 
 def test_numbers_at_axes_differ():
