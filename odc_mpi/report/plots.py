@@ -86,10 +86,10 @@ class GanttChart(NamedTuple):
 
 
 class BarPanel(NamedTuple):
-    """Panel with a bar for each label.
+    """Panel with a bar for each label, with a format specification for their values.
 
-    `form` is the format specification of values. A vertical line is drawn at `line` unless it is None. Bars may have
-    lower and upper quartiles. `references` are values from other sources, keyed by source and label.
+    A vertical line is drawn at `line` unless it is None. Bars may have lower and upper quartiles. `references` are
+    values from another source, keyed by source and label.
     """
 
     heading: str
@@ -256,9 +256,9 @@ def bars(figure: "Figure", panels: Sequence[BarPanel], styles: Mapping[str, Styl
             axes.barh(row, panel.values[label], height=0.6, **_fill(styles[label]))
         for label, quartiles in panel.quartiles.items():
             axes.plot(quartiles, [rows[label]] * 2, "|-", color=INK)
-        for marker, (source, values) in zip("Dos^", panel.references.items(), strict=False):
-            axes.plot(values.values(), [rows[label] for label in values], marker, color=INK, label=source)
-            axes.legend(loc="upper left", bbox_to_anchor=(0, -30 / (27 * len(rows))), ncols=4)
+        for source, values in panel.references.items():
+            axes.plot(list(values.values()), [rows[label] for label in values], "D", color=INK, label=source)
+            axes.legend(loc="upper left", bbox_to_anchor=(0, -30 / (27 * len(rows))))
         axes.set_xlim(0, 1.25 * axes.dataLim.xmax or 1)
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(f"{{x:{panel.form}}}")
@@ -278,10 +278,7 @@ def _box(color: str) -> dict[str, Any]:
 
 
 def curves(
-    figure: "Figure",
-    rows: Sequence[Sequence[Panel]],
-    xlabel: str,
-    x_form: Callable[[float], str] | None = None,
+    figure: "Figure", rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None
 ) -> float:
     """Draw rows of panels with a common x range. With `x_form`, which formats x values, the x axis is logarithmic."""
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
@@ -297,7 +294,7 @@ def curves(
             axes.set_xlim((xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1))
             if x_form:
                 axes.set_xscale("log")
-                axes.set_xticks(xs, map(x_form, xs))
+                axes.set_xticks(xs, [x_form(x) for x in xs])
                 axes.set_xticks([], minor=True)
             else:
                 axes.locator_params(axis="x", integer=True)

@@ -117,13 +117,9 @@ def _change(values: Iterable[float], form: str = ".4g") -> str:
 
 
 def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Figure:
-    rows.append(
-        [
-            _single(lines, "learning rate", "learning_rate"),
-            _single(lines, "gradient norm", "grad_norm"),
-            _single(lines, "tokens per second", "tokens_per_s", ",.0f"),
-        ]
-    )
+    last = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm")]
+    speed = _single(lines, "tokens per second", "tokens_per_s", ",.0f")
+    rows.append([*(_single(lines, *each) for each in last), speed])
     drawn = [[panel for panel in row if panel.curves] for row in rows]
     skipped = sum(bool(line.get("skipped")) for line in lines)
     caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
