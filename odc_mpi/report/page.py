@@ -1,7 +1,7 @@
 """Content of a report, and its rendering as a self-contained HTML page or, without plots, for a terminal."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from odc_mpi.report.svg import BLUE, INK, LINE, MUTED, PAPER, Drawing
+from odc_mpi.report import plots
+from odc_mpi.report.plots import BLUE, INK, LINE, MUTED, PAPER
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper", BLUE: "--blue"}
 _DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23", "--blue": "#2f81f7"}
@@ -24,7 +25,6 @@ h2 { font-size: 1.15rem; line-height: 1.35; margin: 0 0 0.8rem; }
 h3 { font-size: 0.95rem; margin: 0 0 0.3rem; }
 figure, section { margin: 2.6rem 0; break-inside: avoid; }
 figure svg { width: 100%; height: auto; display: block; }
-figure svg .hover:hover { fill-opacity: 0.07; }
 figcaption, .lead { color: var(--muted); max-width: 95ch; margin: 0.2rem 0; }
 figcaption, td, th, pre, .note { font-size: 0.88rem; }
 .note { border-left: 4px solid #e69f00; padding-left: 0.8rem; margin: 0.4rem 0; }
@@ -68,19 +68,18 @@ class Table(NamedTuple):
 class Figure(NamedTuple):
     """Plot with a title and a caption. HTML pages show the plot, and terminals show the tables instead.
 
-    `name` is the value for `odc-mpi report --picture`, and the prefix of the element ids in the SVG document. `draw`
-    draws the plot without the title.
+    `name` is the value for `odc-mpi report --picture`, and `draw` draws the plot with matplotlib.
     """
 
     name: str
     title: str
-    draw: Callable[[], Drawing]
+    draw: plots.Draw
     caption: str = ""
     tables: Sequence[Table] = ()
 
     def svg(self, *, standalone: bool = True) -> str:
         """Return the plot as an SVG document. If `standalone`, the document includes the title and a background."""
-        return self.draw().document(self.name, textwrap.wrap(self.title, 118) if standalone else ())
+        return plots.svg(self.draw, self.name, textwrap.fill(self.title, 105) if standalone else "")
 
 
 @dataclass(frozen=True)

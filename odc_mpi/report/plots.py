@@ -1,19 +1,68 @@
-"""Data types of plots, and functions that draw them as SVG.
+"""Data types of plots, and functions that draw them with matplotlib.
 
-Elements that differ in color also differ in hatching, marker or label. Hovering over an element shows its value.
+Elements that differ in color also differ in hatching, marker or label. matplotlib is imported when a plot is drawn, not
+before: reports on terminals contain the data types of plots, but show tables.
 """
 
+import io
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from odc_mpi.report.svg import CHARACTER, INK, LINE_HEIGHT, MUTED, PAPER, WIDTH, Axes, Drawing, Style, format_short
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+#: Colors of text, secondary text, lines and background. HTML pages replace these colors in dark mode.
+INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
+#: Colors of the Okabe-Ito palette, which people with any kind of color vision can distinguish.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
 #: Color of text on bars, which differs from `PAPER` so that dark mode does not replace it.
 _ON_COLOR = "#fffffe"
-#: Space for labels to the left of axes and space between panels, in pixels; maximum number of hover areas per panel.
-_LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
+
+#: Function that draws a plot on an empty figure, and returns the height in pixels that the plot needs.
+Draw = Callable[["Figure"], float]
+#: Width of a plot in pixels. One pixel is 1/72 inch, so that points, matplotlib's unit of font sizes, are pixels.
+WIDTH = 1060
+_PIXELS_PER_INCH = 72
+#: Width in pixels of a digit at the font size of notes.
+_DIGIT = 7.0
+#: Fonts of text in SVG. Space for it is computed with DejaVu Sans, which matplotlib contains and which is wider.
+_FONTS = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
+_MEASURED_FONTS = "'DejaVu Sans', sans-serif"
+_SETTINGS = {
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top"), False),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "axes.xmargin"), 0),
+    **dict.fromkeys(("font.size", "axes.titlesize"), 12),
+    **dict.fromkeys(("figure.constrained_layout.h_pad", "figure.constrained_layout.w_pad"), 0.09),
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "font.sans-serif": ["DejaVu Sans"],
+    "grid.color": LINE,
+    "legend.borderaxespad": 0.2,
+    "legend.borderpad": 0.0,
+    "legend.columnspacing": 1.2,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "text.parse_math": False,
+}
+
+
+class Style(NamedTuple):
+    """Color and hatch ("/", "-", a backslash or "") of a bar. With the color "none" it has an outline and the hatch."""
+
+    color: str
+    hatch: str = ""
 
 
 class GanttRow(NamedTuple):
@@ -36,41 +85,34 @@ class GanttChart(NamedTuple):
     marks: Sequence[tuple[float, str]] = ()
 
 
-@dataclass(frozen=True)
-class Bar:
-    """Bar for one value, with its lower and upper quartiles, if known, and values from other sources."""
-
-    label: str
-    value: float
-    style: Style
-    spread: tuple[float, float] | None = None
-    references: Mapping[str, float] = field(default_factory=dict)
-
-
 class BarPanel(NamedTuple):
-    """Panel of bars, with a format specification for their values, and a vertical line at `line` unless it is None."""
+    """Panel with a bar for each label, with a format specification for their values.
+
+    A vertical line is drawn at `line` unless it is None. Bars may have lower and upper quartiles. `references` are
+    values from another source, keyed by source and label.
+    """
 
     heading: str
-    bars: Sequence[Bar]
+    values: Mapping[str, float]
     form: str
     line: float | None = None
+    quartiles: Mapping[str, Sequence[float]] = MappingProxyType({})
+    references: Mapping[str, Mapping[str, float]] = MappingProxyType({})
 
 
 class Curve(NamedTuple):
     """Curve in a panel. It appears in the legend unless its label is "". Missing values are NaN.
 
-    `marker` is drawn at each point (see `svg.Drawing.marker`).
+    `style` contains the color, the dashes (linestyle) and the marker, in the notation of ``Axes.plot``.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    style: Style
-    marker: str = ""
+    style: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Panel of a plot, `height` pixels high, with one or more curves.
 
     `form` is "log" for a logarithmic y axis, a format specification for a y axis that includes 0, or "" otherwise.
@@ -83,13 +125,13 @@ class Panel:
 
 
 class Histogram(NamedTuple):
-    """Histogram of token counts. Bin edges, and the positions to mark with a line and a label, are in tokens."""
+    """Histogram of token counts. Bin edges, and the position to mark with a line and a label, are in tokens."""
 
     heading: str
     edges: Sequence[float]
     counts: Sequence[float]
-    style: Style
-    marks: Sequence[tuple[float, str]]
+    color: str
+    mark: tuple[float, str]
 
 
 #: Maximum number of ranks in a plot, so that a reader can distinguish the rows.
@@ -105,197 +147,207 @@ def choose_ranks(busy_s: Sequence[float]) -> list[int]:
     return sorted({by_work[i * (count - 1) // (MAX_RANKS - 1)] for i in range(MAX_RANKS)})
 
 
-def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
+def svg(draw: Draw, name: str, title: str = "") -> str:
+    """Return a plot as an SVG document, which is identical for identical data.
+
+    Args:
+        draw: Function that draws the plot.
+        name: Name of the plot. Element ids of plots with different names differ, so that a page can contain them.
+        title: Title above the plot. A plot with a title also has a background.
+    """
+    with _no_messages():
+        from matplotlib import style
+        from matplotlib.figure import Figure
+
+        with style.context(["default", _SETTINGS, {"svg.hashsalt": name}]):
+            figure = Figure((WIDTH / _PIXELS_PER_INCH, 1), layout="constrained", facecolor=PAPER if title else "none")
+            height = draw(figure)
+            if title:
+                figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+                height += 22 * len(title.splitlines())
+            figure.set_figheight(height / _PIXELS_PER_INCH)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(_MEASURED_FONTS, _FONTS)
+    # Only clip paths, hatches and markers are referenced. Their ids depend on the name, those of groups do not.
+    return re.sub(r'(<g) id="[^"]*"|\b((?:width|height)="[\d.]+)pt(?=")', r"\1\2", text)
+
+
+@contextmanager
+def _no_messages() -> Iterator[None]:
+    """Suppress messages of matplotlib: no writable cache folder, creation of its list of fonts, missing glyphs."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _fill(style: Style) -> dict[str, Any]:
+    """Return the settings of a bar. Its edges have the color of the hatch, but no width unless they are an outline."""
+    is_outline = style.color == "none"
+    edge = {"edgecolor": MUTED, "linewidth": 0.5} if is_outline else {"edgecolor": PAPER, "linewidth": 0.0}
+    return {"facecolor": style.color, "hatch": 2 * style.hatch, **edge}
+
+
+def _mark(axes: "Axes", at: float, text: str) -> None:
+    """Draw a vertical line at an x value, with `text` above the axes, to the left of the line if it is far right."""
+    axes.axvline(at, color=INK)
+    left, right = axes.get_xlim()
+    is_right = at > left + 0.9 * (right - left)
+    axes.text(at, 1.0, text, transform=axes.get_xaxis_transform(), ha="right" if is_right else "left", va="bottom")
+
+
+def gantt(figure: "Figure", charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> float:
     """Draw Gantt charts one below the other. `styles` maps each kind of span to its style, in drawing order."""
-    drawing, end_s, row_height = Drawing(), max(chart.end_s for chart in charts), 24
-    for chart in charts:
-        if chart.heading:
-            drawing.text(0, drawing.height + 14, chart.heading, font_weight="bold")
-        top = drawing.height + LINE_HEIGHT * (bool(chart.heading) + bool(chart.marks)) + 6
-        height = row_height * len(chart.rows)
-        axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 10, height, (0, end_s))
+    end_s = max(chart.end_s for chart in charts)
+    rows = [len(chart.rows) for chart in charts]
+    grid = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=rows)
+    handles: dict[str, Any] = {}
+    for chart, axes in zip(charts, grid[:, 0], strict=True):
+        axes.set_title(chart.heading, pad=20 if chart.marks else 6)
+        axes.set_xlim(0, end_s)
+        axes.set_ylim(len(chart.rows) - 0.5, -0.5)
+        axes.set_yticks(range(len(chart.rows)), [row.label for row in chart.rows], color=INK)
+        axes.grid(False)
         for number, row in enumerate(chart.rows):
-            drawing.text(0, top + row_height * (number + 0.5) + 3, row.label)
-            _draw_row(axes, top + row_height * number + 2, row_height - 4, row, styles)
+            handles = _draw_row(axes, number, row, styles, end_s / WIDTH) | handles
         for at, text in chart.marks:
-            axes.mark(at, text, rise=14)
-        drawing.height = top + height + 8
-    axes.draw_x(lambda x: f"{x:g}")
-    drawing.text(_LEFT + axes.width, drawing.height + 28, "seconds", MUTED, text_anchor="end")
-    used = [kind for kind in styles if any(row.spans.get(kind) for chart in charts for row in chart.rows)]
-    drawing.legend(_LEFT, drawing.height + 32, ((kind, styles[kind], "") for kind in used), as_bars=True)
-    drawing.height += 40
-    return drawing
+            _mark(axes, at, text)
+    grid[-1, 0].set_xlabel("seconds", loc="right")
+    used = [kind for kind in styles if kind in handles]
+    figure.legend([handles[kind] for kind in used], used, loc="outside lower left", ncols=min(6, len(used)))
+    return 24 * sum(rows) + 46 * len(charts) + 70
 
 
-def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mapping[str, Style]) -> None:
-    texts = {(began, ended): text for began, ended, text in row.notes}
+def _draw_row(axes: "Axes", number: int, row: GanttRow, styles: Mapping[str, Style], pixel_s: float) -> dict[str, Any]:
+    """Draw a timeline at the height `number`, and return the elements for the legend, keyed by kind of span."""
+    handles = {}
     for kind, style in styles.items():
-        for began, ended in row.spans.get(kind, ()):
-            width = axes.x(ended) - axes.x(began)
-            if width > 0.1:  # below a tenth of a pixel it is invisible
-                text = texts.get((began, ended), "")
-                hover = f"{row.label} {kind}{text and f' {text} tokens'}, {ended - began:.3g} s"
-                axes.drawing.bar(axes.x(began), y, width, height, style, hover)
-    color = next(iter(styles.values())).color
+        # A span below a tenth of a pixel is invisible.
+        spans = [(a, b - a) for a, b in row.spans.get(kind, ()) if b - a > 0.1 * pixel_s]
+        if spans:
+            handles[kind] = axes.broken_barh(spans, (number - 0.4, 0.8), **_fill(style))
+    starts = [began for began, ended, _ in row.notes if ended - began > 3 * pixel_s]
+    axes.vlines(starts, number - 0.4, number + 0.4, color=PAPER, linewidth=1)
+    box = _box(next(iter(styles.values())).color)
     for began, ended, text in row.notes:
-        left, width = axes.x(began), axes.x(ended) - axes.x(began)
-        if width > 3:
-            axes.drawing.add("rect", x=left, y=y, width=1.0, height=height, fill=PAPER)
-        if width > CHARACTER * (len(text) + 1):
-            wide = CHARACTER * len(text) + 2
-            box: dict[str, Any] = {"x": left + (width - wide) / 2, "y": y + height / 2 - 6, "width": wide}
-            axes.drawing.add("rect", fill=color, height=12, **box)
-            place: dict[str, Any] = {"text_anchor": "middle", "font_size": 11, "pointer_events": "none"}
-            axes.drawing.text(left + width / 2, y + height / 2 + 4, text, _ON_COLOR, **place)
+        if ended - began > _DIGIT * (len(text) + 1) * pixel_s:
+            place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "bbox": box}
+            axes.text((began + ended) / 2, number, text, color=_ON_COLOR, fontsize=11, **place)
+    return handles
 
 
-def bars(panels: Sequence[BarPanel]) -> Drawing:
-    """Draw panels side by side. All panels must have bars for the same labels, in the same order."""
-    rows, row_height = panels[0].bars, 27
-    label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
-    drawing, height = Drawing(), row_height * len(rows)
-    width = (WIDTH - label_width - _GAP * (len(panels) - 1) - 10) / len(panels)
-    for number, panel in enumerate(panels):
-        values = [x for bar in panel.bars for x in (bar.value, *(bar.spread or ()), *bar.references.values())]
-        left = label_width + number * (width + _GAP)
-        axes = Axes(drawing, left, 26, width, height, (0, 1.22 * max([1e-9, *values])))
-        drawing.text(left, 14, panel.heading, font_weight="bold")
-        axes.draw_x(f"{{:{panel.form}}}".format)
-        for row, bar in enumerate(panel.bars):
-            _draw_bar(axes, 26 + row_height * row, row_height, bar, panel.form)
+def bars(figure: "Figure", panels: Sequence[BarPanel], styles: Mapping[str, Style]) -> float:
+    """Draw panels of bars side by side. `styles` maps the label of each bar to its style, from top to bottom."""
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    rows = {label: row for row, label in enumerate(styles)}
+    for panel, axes in zip(panels, grid[0], strict=True):
+        axes.set_title(panel.heading)
+        axes.grid(False)
+        axes.set_yticks(range(len(rows)), list(rows), color=INK)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        for label, row in rows.items():
+            axes.barh(row, panel.values[label], height=0.6, **_fill(styles[label]))
+        for label, quartiles in panel.quartiles.items():
+            axes.plot(quartiles, [rows[label]] * 2, "|-", color=INK)
+        for source, values in panel.references.items():
+            axes.plot(list(values.values()), [rows[label] for label in values], "D", color=INK, label=source)
+            axes.legend(loc="upper left", bbox_to_anchor=(0, -30 / (27 * len(rows))))
+        axes.set_xlim(0, 1.25 * axes.dataLim.xmax or 1)
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(f"{{x:{panel.form}}}")
         if panel.line is not None:
-            drawing.line([(axes.x(panel.line), 26), (axes.x(panel.line), 26 + height)], Style(INK, "--"))
-        names = dict.fromkeys(name for bar in panel.bars for name in bar.references)
-        drawing.legend(
-            left, height + 64, ((name, Style(INK, "none"), marker) for name, marker in zip(names, "Dos^", strict=False))
-        )
-        drawing.height = max(drawing.height, height + (72 if names else 50))
-    for row, bar in enumerate(rows):
-        drawing.text(0, 26 + row_height * (row + 0.5) + 4, bar.label)
-    return drawing
+            axes.axvline(panel.line, color=INK, linestyle="--")
+        for label, row in rows.items():
+            # The value is after the bar, or at its start if references are drawn at its end.
+            x = 0.0 if panel.references else panel.quartiles.get(label, [panel.values[label]])[-1]
+            text, offset = format(panel.values[label], panel.form), "offset points"
+            axes.annotate(text, (x, row), (7, 0), textcoords=offset, va="center_baseline", bbox=_box(PAPER))
+    return 27 * len(rows) + 86
 
 
-def _draw_bar(axes: Axes, y: float, height: float, bar: Bar, form: str) -> None:
-    drawing, text, middle, end = axes.drawing, format(bar.value, form), y + height / 2, bar.value
-    drawing.bar(axes.left, y + 4, axes.x(bar.value) - axes.left, height - 8, bar.style, f"{bar.label}: {text}")
-    if bar.spread is not None:
-        low, high = map(axes.x, bar.spread)
-        path = f"M{low:.1f},{middle - 4} v8 m0,-4 H{high:.1f} m0,-4 v8"
-        drawing.add("path", d=path, fill="none", stroke=INK, stroke_width=1.4)
-        end = max(end, bar.spread[1])
-    # The value is after the bar, or at its start if references are drawn at its end. The box hides lines behind it.
-    x = axes.x(0.0 if bar.references else end) + 7
-    drawing.add("rect", x=x - 3, y=middle - 8, width=CHARACTER * len(text) + 6, height=16, fill=PAPER)
-    drawing.text(x, middle + 4, text)
-    for value, marker in zip(bar.references.values(), "Dos^", strict=False):
-        drawing.marker(axes.x(value), middle, marker, INK)
+def _box(color: str) -> dict[str, Any]:
+    """Return the settings of a box that hides what is behind a text."""
+    return {"boxstyle": "square,pad=0.1", "facecolor": color, "linewidth": 0}
 
 
-def curves(rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None) -> Drawing:
+def curves(
+    figure: "Figure", rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None
+) -> float:
     """Draw rows of panels with a common x range. With `x_form`, which formats x values, the x axis is logarithmic."""
-    drawing = Drawing()
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
-    for panels in rows:
-        top, width = drawing.height, (WIDTH - _GAP * (len(panels) - 1)) / len(panels)
-        for number, panel in enumerate(panels):
-            _draw_panel(drawing, number * (width + _GAP), top, width, panel, xs, xlabel, x_form)
-    return drawing
+    heights = [max(panel.height for panel in panels) for panels in rows]
+    columns = math.lcm(*map(len, rows))
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+    for number, panels in enumerate(rows):
+        span = columns // len(panels)
+        for column, panel in enumerate(panels):
+            axes = figure.add_subplot(grid[number, column * span : (column + 1) * span])
+            _draw_panel(axes, panel)
+            axes.set_xlabel(xlabel, loc="right")
+            axes.set_xlim((xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1))
+            if x_form:
+                axes.set_xscale("log")
+                axes.set_xticks(xs, [x_form(x) for x in xs])
+                axes.set_xticks([], minor=True)
+            else:
+                axes.locator_params(axis="x", integer=True)
+    return sum(heights)
 
 
-def _draw_panel(
-    drawing: Drawing,
-    left: float,
-    top: float,
-    width: float,
-    panel: Panel,
-    xs: Sequence[float],
-    xlabel: str,
-    x_form: Callable[[float], str] | None,
-) -> None:
-    drawing.text(left, top + 14, panel.heading, font_weight="bold")
-    labeled = [(curve.label, curve.style, curve.marker) for curve in panel.curves if curve.label]
-    drawing.legend(left, top + 34, labeled)
-    space = 46 if labeled else 26
-    low, high = _limits(panel)
-    if panel.form == ".0%" and high < 0.03:
-        panel = replace(panel, form=".1%")
-    ends = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1)
-    axes = Axes(drawing, left + _LEFT, top + space, width - _LEFT - 8, panel.height - space - 44, ends, (low, high))
-    axes.log_x, axes.log_y = x_form is not None, panel.form == "log"
-    axes.draw_y(lambda y: format_short(y) if panel.form in ("log", "") else format(y, panel.form))
-    axes.draw_x(x_form or (lambda x: f"{x:g}"), xs if x_form else None, min_unit=1)
-    drawing.text(left + width - 8, top + panel.height - 10, xlabel, MUTED, text_anchor="end")
+def _draw_panel(axes: "Axes", panel: Panel) -> None:
     for curve in panel.curves:
-        drawing.line(((axes.x(x), axes.y(y)) for x, y in zip(curve.x, curve.y, strict=True)), curve.style)
-        for x, y in zip(curve.x, curve.y, strict=True) if curve.marker else ():
-            if not math.isnan(y):
-                drawing.marker(axes.x(x), axes.y(y), curve.marker, curve.style.color)
-    at = sorted({x for curve in panel.curves for x in curve.x})
-    at = at[:: max(1, math.ceil(len(at) / _MAX_HOVER))]
-    axes.hover(at, [_values_at(panel, x, f"{xlabel} {x_form(x) if x_form else f'{x:g}'}") for x in at])
-    drawing.height = max(drawing.height, top + panel.height)
-
-
-def _limits(panel: Panel) -> tuple[float, float]:
-    """Return the limits of the y axis, with a margin. If the panel has a number format, the limits include 0."""
-    values = [y for curve in panel.curves for y in curve.y if not math.isnan(y)] or [0.0, 1.0]
-    low, high = min(values), max(values)
+        axes.plot(curve.x, curve.y, label=curve.label, clip_on=False, **curve.style)
+    labels = [curve.label for curve in panel.curves if curve.label]
+    axes.set_title(panel.heading, pad=24 if labels else 6)
+    if labels:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(labels), handlelength=1.6)
     if panel.form == "log":
-        return low / 1.2, high * 1.2
-    if panel.form:
-        low = min(0.0, low)
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return (low if panel.form and low == 0 else low - margin), high + margin
+        axes.set_yscale("log", subs=[])
+        axes.locator_params(axis="y", subs=(1, 2, 5))
+    elif panel.form and axes.get_ylim()[0] > 0:
+        axes.set_ylim(bottom=0)
+    form = ".4g" if panel.form in ("", "log") else panel.form
+    if form == ".0%" and axes.get_ylim()[1] < 0.03:
+        form = ".1%"
+    axes.yaxis.set_major_formatter(f"{{x:{form}}}")
 
 
-def _values_at(panel: Panel, x: float, place: str) -> str:
-    values = [
-        f"{curve.label or panel.heading}: {format(y, panel.form if panel.form not in ('', 'log') else '.4g')}"
-        for curve in panel.curves
-        for curve_x, y in zip(curve.x, curve.y, strict=True)
-        if curve_x == x and not math.isnan(y)
-    ]
-    return "\n".join([place, *values])
-
-
-def histograms(panels: Sequence[Histogram]) -> Drawing:
+def histograms(figure: "Figure", panels: Sequence[Histogram]) -> float:
     """Draw histograms of token counts side by side."""
-    drawing, height = Drawing(height=250), 170
-    width = (WIDTH - _GAP * (len(panels) - 1)) / len(panels)
-    for number, panel in enumerate(panels):
-        left = number * (width + _GAP)
-        drawing.text(left, 14, panel.heading, font_weight="bold")
-        ends = (panel.edges[0], panel.edges[-1] if panel.edges[-1] > panel.edges[0] else panel.edges[0] + 1)
-        top = (0, 1.12 * max(1, *panel.counts))
-        axes = Axes(drawing, left + _LEFT, 26, width - _LEFT - 8, height, ends, top)
-        axes.draw_y(lambda y: f"{y:,.0f}")
-        for begin, end, count in zip(panel.edges, panel.edges[1:], panel.counts, strict=False):
-            hover = f"{begin:,.0f} to {end:,.0f} tokens: {count:,.0f}"
-            box = axes.x(begin), axes.y(count), axes.x(end) - axes.x(begin) - 0.7, axes.top + height - axes.y(count)
-            drawing.bar(*box, panel.style, hover)
-        axes.draw_x(lambda x: f"{x:,.0f}")
-        drawing.text(left + width - 8, height + 60, "tokens", MUTED, text_anchor="end")
-        for at, text in panel.marks:
-            axes.mark(at, text)
-    return drawing
+    grid = figure.subplots(1, len(panels), squeeze=False)
+    for panel, axes in zip(panels, grid[0], strict=True):
+        axes.stairs(panel.counts, panel.edges, fill=True, color=panel.color)
+        axes.set_title(panel.heading, pad=20)
+        axes.set_xlabel("tokens", loc="right")
+        axes.locator_params(axis="y", integer=True)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        _mark(axes, *panel.mark)
+    return 250
 
 
-def stack(x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style]) -> Drawing:
+def stack(
+    figure: "Figure", x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style]
+) -> float:
     """Draw a stacked bar of shares of time for each step in `x`. `parts` maps activities to shares, from 0 to 1."""
-    drawing, top, height = Drawing(height=270), 48, 180
+    axes = figure.subplots()
     step = x[1] - x[0] if len(x) > 1 else 1.0
-    axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))
-    drawing.text(0, 14, "where a step's time went, mean over ranks", font_weight="bold")
-    drawing.legend(0, 36, ((kind, styles[kind], "") for kind in parts), as_bars=True)
-    axes.draw_y(lambda y: f"{y:.0%}")
-    for number, at in enumerate(x):
-        bottom, hover = 0.0, "\n".join(f"{kind}: {values[number]:.1%}" for kind, values in parts.items())
-        left, right = axes.x(at - 0.46 * step), axes.x(at + 0.46 * step)
-        for kind, values in parts.items():
-            box = axes.y(bottom + values[number]), right - left, axes.y(bottom) - axes.y(bottom + values[number])
-            drawing.bar(left, *box, styles[kind], f"step {at:g}\n{hover}")
-            bottom += values[number]
-    axes.draw_x(lambda value: f"{value:g}", min_unit=1)
-    drawing.text(WIDTH - 8, 262, "step", MUTED, text_anchor="end")
-    return drawing
+    bottom = [0.0] * len(x)
+    for kind, values in parts.items():
+        axes.bar(x, values, 0.92 * step, bottom, label=kind, **_fill(styles[kind]))
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    axes.set_title("where a step's time went, mean over ranks", pad=24)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(parts))
+    axes.set_xlim(x[0] - step / 2, x[-1] + step / 2)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlabel("step", loc="right")
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    return 270

@@ -4,15 +4,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure
-from odc_mpi.report.plots import Curve, GanttChart, GanttRow, Histogram, Panel, choose_ranks
-from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Style
+from odc_mpi.report.plots import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Curve, GanttChart, GanttRow, Panel, Style
 
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
 #: Style of each activity, and its kinds of spans in ``trace.json``. Fetches and pushes are drawn over other activities.
@@ -31,9 +30,12 @@ _STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
 #: Maximum number of bars in a plot. If there are more steps, each bar is the mean over a group of steps.
 _MAX_BARS = 80
 _NUM_BINS = 40
-_HELD_OUT = Style(ORANGE, "--")
+_TRAINING: Mapping[str, str] = {"color": BLUE}
+_HELD_OUT = {"color": ORANGE, "linestyle": "--", "marker": "o"}
 #: Styles of the curves of individual reward functions.
-_PARTS = (Style(SKY, "-."), Style(GREEN, ":"), Style(PURPLE, "--"), Style(RED, "-."))
+_PARTS = [
+    {"color": color, "linestyle": dashes} for color, dashes in ((SKY, "-."), (GREEN, ":"), (PURPLE, "--"), (RED, "-."))
+]
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -44,12 +46,12 @@ def loss_figure(lines: Lines) -> Figure:
     `lines` are the lines of ``metrics.jsonl``, including the line for step 0, if any.
     """
     loss = _curve(lines, "loss", "training")
-    curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
+    curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT)})]
     title = f"The loss {_change(loss.y)} in {len(loss.x):,} steps" if _known(loss.y) else "No step has a loss"
     if len(curves) > 1:
         title += f", on held-out data it {_change(curves[1].y)}"
     accuracies = ("eval_rewards/accuracies", "eval_accuracy")
-    if accuracy := _curves(lines, dict.fromkeys(accuracies, ("", _HELD_OUT, "o"))):
+    if accuracy := _curves(lines, dict.fromkeys(accuracies, ("", _HELD_OUT))):
         title += f", its accuracy {_change(accuracy[0].y, '.1%')}"
     preferences = _preference_panels(lines)
     heading = f"loss, mean over {'pairs' if preferences else 'trained tokens'}"
@@ -62,11 +64,11 @@ def _preference_panels(lines: Lines) -> list[Panel]:
         ("pairs whose chosen answer has the higher reward", ("rewards/accuracies", "accuracy"), ".0%"),
         ("reward of the chosen minus the rejected answer", ("rewards/margins", "margin"), ""),
     ):
-        curves: dict[str, tuple[str, Style, str]] = {}
+        curves: dict[str, tuple[str, Mapping[str, str]]] = {}
         for key in names:  # of DPO, and of reward models
-            curves |= {key: ("training", Style(BLUE), ""), f"eval_{key}": ("held-out", _HELD_OUT, "o")}
+            curves |= {key: ("training", _TRAINING), f"eval_{key}": ("held-out", _HELD_OUT)}
         panels.append(Panel(heading, _curves(lines, curves), form))
-    answers = {"logps/chosen": ("chosen", Style(BLUE), ""), "logps/rejected": ("rejected", Style(RED), "")}
+    answers = {"logps/chosen": ("chosen", _TRAINING), "logps/rejected": ("rejected", {"color": RED})}
     panels.append(Panel("log-probability of an answer", _curves(lines, answers)))
     return [panel for panel in panels if panel.curves]
 
@@ -74,24 +76,24 @@ def _preference_panels(lines: Lines) -> list[Panel]:
 def rewards_figure(lines: Lines) -> Figure:
     """Create a figure with the GRPO metrics over the steps, such as rewards, completion lengths and entropy."""
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
-    parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
+    parts = {key: (key.split("/")[1].lstrip("_"), style) for key, style in zip(names, cycle(_PARTS), strict=False)}
     reward = _curve(lines, "reward", "mean reward")
-    held_out = _curves(lines, {"eval_reward": ("held-out, greedy decoding", _HELD_OUT, "o")})
+    held_out = _curves(lines, {"eval_reward": ("held-out, greedy decoding", _HELD_OUT)})
     curves = [reward, *(_curves(lines, parts) if len(parts) > 1 else []), *held_out]
-    match = _curves(lines, {"eval_exact_match": ("", _HELD_OUT, "o")})
+    match = _curves(lines, {"eval_exact_match": ("", _HELD_OUT)})
     title = f"The mean reward {_change(reward.y)} in {len(reward.x):,} steps" if _known(reward.y) else "No rewards"
     if match:
         title += f", exact match on held-out prompts {_change(match[0].y, '.1%')}"
     elif held_out:
         title += f", on held-out prompts it {_change(held_out[0].y)}"
     lengths = {
-        "completions/mean_length": ("mean", Style(BLUE), ""),
-        "completions/max_length": ("longest", Style(SKY, "--"), ""),
-        "completions/min_length": ("shortest", Style(SKY, ":"), ""),
+        "completions/mean_length": ("mean", _TRAINING),
+        "completions/max_length": ("longest", {"color": SKY, "linestyle": "--"}),
+        "completions/min_length": ("shortest", {"color": SKY, "linestyle": ":"}),
     }
     ratios = {
-        "completions/clipped_ratio": ("truncated", Style(RED), ""),
-        "frac_reward_zero_std": ("equal rewards", Style(PURPLE, "--"), ""),
+        "completions/clipped_ratio": ("truncated", {"color": RED}),
+        "frac_reward_zero_std": ("equal rewards", {"color": PURPLE, "linestyle": "--"}),
     }
     rows = [
         [Panel("reward", curves, height=300)],
@@ -100,10 +102,7 @@ def rewards_figure(lines: Lines) -> Figure:
             Panel("tokens of a completion", _curves(lines, lengths), ",.0f"),
             Panel("truncated completions, equal rewards", _curves(lines, ratios), ".0%"),
         ],
-        [
-            Panel(heading, _curves(lines, {key: ("", Style(BLUE), "")}))
-            for heading, key in (("KL divergence from the start", "kl"), ("entropy", "entropy"))
-        ],
+        [_single(lines, "KL divergence from the start", "kl"), _single(lines, "entropy", "entropy")],
     ]
     return _figure("rewards", title, rows, lines)
 
@@ -118,30 +117,32 @@ def _change(values: Iterable[float], form: str = ".4g") -> str:
 
 
 def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Figure:
-    last = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_s")]
-    forms = {"tokens_per_s": ",.0f"}
-    rows.append(
-        [Panel(heading, _curves(lines, {key: ("", Style(BLUE), "")}), forms.get(key, "")) for heading, key in last]
-    )
+    last = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm")]
+    speed = _single(lines, "tokens per second", "tokens_per_s", ",.0f")
+    rows.append([*(_single(lines, *each) for each in last), speed])
     nonempty = [[panel for panel in row if panel.curves] for row in rows]
     skipped = sum(bool(line.get("skipped")) for line in lines)
     caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
-    draw = partial(plots.curves, [row for row in nonempty if row], "step")
+    draw = partial(plots.curves, rows=[row for row in nonempty if row], xlabel="step")
     return Figure(name, title, draw, caption)
 
 
-def _curves(lines: Lines, keys: Mapping[str, tuple[str, Style, str]]) -> list[Curve]:
-    """Return the curves of the metrics that have values. `keys` maps each metric to its label, style and marker."""
+def _single(lines: Lines, heading: str, key: str, form: str = "") -> Panel:
+    return Panel(heading, _curves(lines, {key: ("", _TRAINING)}), form)
+
+
+def _curves(lines: Lines, keys: Mapping[str, tuple[str, Mapping[str, str]]]) -> list[Curve]:
+    """Return the curves of the metrics that have values. `keys` maps each metric to its label and style."""
     curves = [_curve(lines, key, *drawn) for key, drawn in keys.items()]
     return [curve for curve in curves if _known(curve.y)]
 
 
-def _curve(lines: Lines, key: str, label: str, style: Style = Style(BLUE), marker: str = "") -> Curve:  # noqa: B008
+def _curve(lines: Lines, key: str, label: str, style: Mapping[str, str] = _TRAINING) -> Curve:
     """Return the curve of a metric. Training metrics of skipped steps are NaN."""
     present = [line for line in lines if key in line]
-    missing = [line[key] is None or (line.get("skipped") and not key.startswith("eval")) for line in present]
-    y = [math.nan if is_missing else line[key] for line, is_missing in zip(present, missing, strict=True)]
-    return Curve(label, [line["step"] for line in present], y, style, marker)
+    is_training = not key.startswith("eval")
+    y = [math.nan if line[key] is None or (is_training and line.get("skipped")) else line[key] for line in present]
+    return Curve(label, [line["step"] for line in present], y, style)
 
 
 def _known(values: Iterable[float]) -> list[float]:
@@ -157,7 +158,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
     ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
     busy = np.sum([[_seconds(local["microbatches"]) for local in step["ranks"]] for step in steps], axis=0)
-    chosen = choose_ranks(busy.tolist())
+    chosen = plots.choose_ranks(busy.tolist())
     num_islands = trace.get("num_islands", 1)  # islands have consecutive ranks
     marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
     period = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
@@ -174,7 +175,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
     if left_out_s := sum(sum(local["left_out_s"].values()) for step in steps for local in step["ranks"]):
         caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
-    return Figure("gantt", title, partial(plots.gantt, charts, _STYLES), caption)
+    return Figure("gantt", title, partial(plots.gantt, charts=charts, styles=_STYLES), caption)
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
@@ -234,7 +235,7 @@ def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
     if at_once > 1:
         caption += f" Bars are means over {at_once} steps."
     styles = {**_STYLES, rest: _STYLES[COMPUTES]}
-    return Figure("time", title, partial(plots.stack, x, parts, styles), caption)
+    return Figure("time", title, partial(plots.stack, x=x, parts=parts, styles=styles), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
@@ -248,17 +249,17 @@ def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> l
         width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths
         counts, edges = np.histogram(lengths, np.arange(lengths.min(), lengths.max() + 1 + width, width))
         median = int(np.median(lengths))
-        marks = [(median, f"half are below {median:,}")]
-        panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Style(SKY), marks))
+        mark = (median, f"half are below {median:,}")
+        panels.append(plots.Histogram("sequences of the data set", edges.tolist(), counts.tolist(), SKY, mark))
         title.append(f"sequences have {lengths.min():,} to {lengths.max():,} tokens, half of them below {median:,}")
     if trace and sum(trace["tokens_per_microbatch"]["counts"]):  # rollouts are not planned
         tokens, max_tokens = trace["tokens_per_microbatch"], trace["max_tokens_per_microbatch"]
         middles = [(a + b) / 2 for a, b in pairwise(tokens["edges"])]
         full = float(np.average(middles, weights=tokens["counts"])) / max_tokens
-        marks = [(max_tokens, f"at most {max_tokens:,}")]
+        mark = (max_tokens, f"at most {max_tokens:,}")
         heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
-        panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
+        panels.append(plots.Histogram(heading, tokens["edges"], tokens["counts"], BLUE, mark))
         title.append(f"microbatches are {full:.0%} full")
     text = "; ".join(title)
-    draw = partial(plots.histograms, panels)
+    draw = partial(plots.histograms, panels=panels)
     return [Figure("lengths", text[:1].upper() + text[1:], draw)] if panels else []

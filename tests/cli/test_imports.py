@@ -16,7 +16,7 @@ try:
     code = cli.main({arguments})
 except SystemExit as stop:
     code = stop.code
-print("code", code, *(name for name in ("torch", "transformers", "mpi4py") if name in sys.modules))
+print("code", code, *(name for name in ("torch", "transformers", "mpi4py", "matplotlib") if name in sys.modules))
 """
 
 
