@@ -16,8 +16,8 @@ from gpu_setup import ODC, TRANSFORMERS, Setup
 from gpu_step import figures
 from typing_extensions import override
 
-from odc_mpi.bench.contenders import Contender
 from odc_mpi.bench.measure import interleaved, ratio
+from odc_mpi.bench.train import Contender
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.generation.generate import generate as generate_one

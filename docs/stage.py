@@ -24,7 +24,11 @@ from odc_mpi.training.settings import Config
 ROOT = Path(__file__).parents[1]
 #: Names of the reference beside those of the package root, by topic.
 PYTHON = {
-    "For loops of your own": ("odc_mpi.api.decide_for", "odc_mpi.shard.minibatch_stats.MinibatchStats"),
+    "For loops of your own": (
+        "odc_mpi.api.decide_for",
+        "odc_mpi.probe.decision.CommSettings",
+        "odc_mpi.shard.minibatch_stats.MinibatchStats",
+    ),
     "For loading and generating": (
         "odc_mpi.models.load.load_model",
         "odc_mpi.generation.generate.generate",

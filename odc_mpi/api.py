@@ -11,12 +11,12 @@ from torch import nn
 
 from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES, device_shard_bytes, fit_objection, free_device_bytes
-from odc_mpi.comm.factory import collective_transport, single_rank_transport, staged, window_transport
+from odc_mpi.comm.factory import single_rank_transport, staged, window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import mapping_error
 from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
+from odc_mpi.probe.decision import CommSettings, Decision, decide, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
 from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
@@ -70,14 +70,12 @@ def shard_model(
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
         decision: Decision on how ranks communicate. The default is the result of `decide_for(world, device=device)`.
-            With `decide_for(world, transport="collective")`, every rank must run the same number of microbatches, and
-            nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory in bytes, or "auto", for gradients that are summed locally and pushed once per
                 minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
-            island trains its own model. They require one-sided windows in host memory. The model closes them.
+            island trains its own model. They require windows in host memory. The model closes them.
         device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks
             round-robin. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA
             stream that uses the model must wait for other streams that have used it before.
@@ -92,8 +90,8 @@ def shard_model(
             is negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
             an earlier model has closed `islands`.
         UserError: There is not enough memory for the windows, the device is not available, CuPy is missing for windows
-            on a GPU, the modules of two ranks differ, `decision` selects collectives although `device` is "cuda", or
-            selects no windows in host memory although `islands` is given, or a cache setting is invalid.
+            on a GPU, the modules of two ranks differ, `decision` selects windows on GPUs although `islands` is given,
+            or a cache setting is invalid.
     """
     sizes = (parameter_cache_bytes, gradient_cache_bytes)
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
@@ -104,13 +102,12 @@ def shard_model(
         optimizes = optimizer_device == "cuda"
         size = device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizes)
         # Islands require windows in host memory.
-        window_device = "cpu" if islands and device == "cuda" else "auto"
-        decision = decide_for(world, device=device, window_device=window_device, shard_bytes=size)
+        settings = CommSettings(window_device="cpu" if islands and device == "cuda" else "auto")
+        decision = decide_for(world, settings, device=device, shard_bytes=size)
     shares = False
-    in_host_memory = decision.transport == "window" and not decision.windows_on_device
-    if islands and not in_host_memory:
+    if islands and decision.windows_on_device:
         raise UserError(
-            "islands: expected one-sided windows in host memory, got others: call decide_for with transport window and "
+            "islands: expected windows in host memory, got windows on GPUs: call decide_for with the setting "
             "window_device cpu"
         )
     if islands and islands.is_closed:
@@ -119,13 +116,12 @@ def shard_model(
         islands.close()
         islands = None
     sharing = islands.island if islands else world
-    if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
-        settings = decision.settings
-        inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
+    if sharing.num_nodes > 1 and not decision.windows_on_device and decision.zero_copy.value == "on":
+        inbox_bytes = decision.settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are in GPU memory, not in host memory.
         caches: CacheSizes = sizes if computing is None else ("auto", "auto")
         fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
-        wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
+        wants_cache = decision.settings.node_cache == "auto" and (fits or sharing.local_size == 1)
         shares = all(world.gather_objects(wants_cache))
     transport = _transport(world, computing, store_dtype, reduce_dtype, decision, shares, islands)
     model = ShardedModel(
@@ -148,61 +144,36 @@ def shard_model(
 
 def decide_for(
     world: World,
+    settings: CommSettings = CommSettings(),  # noqa: B008 - frozen
     *,
-    transport: str = "window",
-    zero_copy: str = "auto",
-    reduction: str = "auto",
-    progress: str = "auto",
-    window_device: str = "auto",
-    node_cache: str = "auto",
-    mailbox_bytes: int = CommSettings.mailbox_bytes,
     device: str = "cpu",
     shard_bytes: int = 0,
     tickets: bool = False,
 ) -> Decision:
     """Probe the MPI library and decide how ranks communicate. Collective. This takes up to two seconds.
 
-    The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached for later
-    runs with the same MPI library, environment and hosts. MPI operations on GPU memory are not tried, because they may
-    crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
+    The probe is skipped if `settings.is_complete`. Its results are cached for later runs with the same MPI library,
+    environment and hosts. MPI operations on GPU memory are not tried, because they may crash the job: the results of
+    the last `odc-mpi doctor` with the same layout are used.
 
     Args:
-        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host,
-            which needs no probe and requires the default values of `zero_copy` through `device`.
-        zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
-            "off" to copy them.
-        reduction: Method of adding gradients to other ranks' shards: "accumulate" for MPI_Accumulate, "mailbox" for
-            MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
-        progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
-        window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
-        node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
-            "off" to fetch it once per rank.
-        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
+        settings: Settings that take precedence over the results of the probe.
         device: Device on which the model computes: "cpu" or "cuda".
         shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
-            is on the GPU. With `window_device` "auto", the windows are on the GPUs only if there is enough memory.
+            is on the GPU. If `settings.window_device` is "auto", the windows are on the GPUs only if there is enough
+            memory.
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op then cause an error.
 
     Raises:
-        UserError: A setting is invalid or not supported by the MPI library, the device is not available, or an
-            operation that would be used delivered wrong data in the probe.
+        UserError: A setting is not supported by the MPI library, the device is not available, or an operation that
+            would be used delivered wrong data in the probe.
     """
-    if transport not in ("window", "collective"):
-        raise UserError(f"transport: expected window or collective, got {transport}")
-    choices = (zero_copy, reduction, progress, window_device, node_cache)
-    settings = CommSettings(*choices, mailbox_bytes)  # type: ignore[arg-type]  # it checks the values
-    if transport == "collective":
-        if settings != CommSettings() or device != "cpu":
-            raise UserError(
-                "transport: collective computes on the host and uses no other setting: leave them at their defaults"
-            )
-        return decide_collective()
     # An operation may crash, so it is only tried if a choice depends on the result.
     report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
     not_mapped, objection = None, None
-    if computing is not None and window_device != "cpu":
-        if world.num_nodes == 1 and (world.size > 1 or zero_copy == "off"):
+    if computing is not None and settings.window_device != "cpu":
+        if world.num_nodes == 1 and (world.size > 1 or settings.zero_copy == "off"):
             not_mapped = mapping_error(world, computing) or ""
         objection = fit_objection(world, computing, shard_bytes)
         report = _with_device_report(report, world, computing)
@@ -307,10 +278,6 @@ def _transport(
     zero_copy = decision.zero_copy.value == "on"
     if device is not None and decision.windows_on_device and zero_copy:
         return single_rank_transport(world, device, param_dtype, reduce_dtype)
-    if decision.transport == "collective":
-        if device is not None:
-            raise UserError("device: expected cpu with collectives, got cuda: set device to cpu")
-        return collective_transport(world, param_dtype, reduce_dtype)
     window_device = device if decision.windows_on_device else None
     transport = window_transport(
         world,

@@ -25,8 +25,8 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
-#: Seconds without new bytes after which a download is aborted.
-STALL_S = 60.0
+#: Seconds without new bytes after which a download is aborted. Without hf_xet, bytes are written in blocks of 10 MB.
+STALL_S = 300.0
 _POLL_S, _REPORT_S = 0.5, 10.0
 #: Child program, which ends even if this process is killed, and imports nothing from the working directory.
 _PROGRAM = """

@@ -1,7 +1,7 @@
-"""Baselines for the benchmarks: plain PyTorch, FSDP2 over gloo, and odc_mpi models over MPI collectives.
+"""Baselines for the benchmarks: plain PyTorch, and FSDP2 over gloo.
 
-With FSDP2 and with collectives, all ranks must run the same number of microbatches. A rank with fewer also runs the
-shortest sequence of the minibatch, with zero gradients. No other module initializes `torch.distributed`.
+With FSDP2, all ranks must run the same number of microbatches. A rank with fewer also runs the shortest sequence of the
+minibatch, with zero gradients. No other module initializes `torch.distributed`.
 """
 
 import os
@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from odc_mpi.api import decide_for, shard_model
 from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.runtime.world import World
-from odc_mpi.training.inputs import Inputs, build_model
+from odc_mpi.training.inputs import build_model
 from odc_mpi.training.settings import Config
 from odc_mpi.training.update import make_optimizer
 
@@ -65,7 +64,7 @@ class UnshardedBaseline:
         self._optimizer = make_optimizer(config.optim, trainable, shapes)
 
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch (see `contenders.Contender`)."""
+        """Train on the next minibatch (see `train.Contender`)."""
         minibatch = next(self._loader)
         loss = self._run(minibatch)
         if self._max_norm:
@@ -140,38 +139,6 @@ def gloo_process_group(world: World) -> Iterator[None]:
     yield
     with world.deadline("closing gloo"):
         dist.destroy_process_group()
-
-
-class CollectiveBaseline:
-    """An odc_mpi model over MPI collectives (see `comm.collective`), with the communication pattern of FSDP.
-
-    Construction is collective. `close` also closes `inputs`.
-    """
-
-    def __init__(self, world: World, config: Config, inputs: Inputs) -> None:
-        self._max_norm, self._inputs = config.optim.max_grad_norm, inputs
-        decision = decide_for(world, transport="collective")
-        self.model = shard_model(inputs.model.module, world, weights=inputs.model.weights, decision=decision).train()
-        self._token_logps = TokenLogps(self.model.module)
-        named_parameters = self.model.named_shard_parameters()
-        self._optimizer = make_optimizer(config.optim, named_parameters, self.model.parameter_shapes())
-
-    def step(self) -> tuple[float, int]:
-        """Train on the next minibatch (see `contenders.Contender`). Collective."""
-        minibatch = next(self._inputs.sequence_loader)
-        with self.model.minibatch():
-            loss = run_microbatches(self._token_logps, minibatch, minibatch)
-            run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)
-        if self._max_norm:
-            self.model.clip_grad_norm_(self._max_norm)
-        self._optimizer.step()
-        self.model.publish()
-        return loss.item(), minibatch.num_input_tokens
-
-    def close(self) -> None:
-        """Free the memory of the model and close the data sets. Collective."""
-        self.model.close()
-        self._inputs.close()
 
 
 def run_microbatches(

@@ -15,19 +15,24 @@ are only simulated, because their chunks wait for keys and values, which are not
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
+from odc_mpi.bench.collectives import CollectiveCommunicator
 from odc_mpi.bench.measure import header, rotate
 from odc_mpi.bench.transport import unit_layout
-from odc_mpi.comm.factory import collective_transport, window_transport
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.group import Group
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.work import Work
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
@@ -68,9 +73,9 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
     minibatches = list(scenario.minibatches())
     scale = step_s / float(np.mean([floor_s(minibatch)[1] for minibatch in minibatches]))
     tickets = Tickets(world)
-    runners = {
-        "window": Runner(world, window_transport(world), scenario.num_units, tickets),
-        "collective": Runner(world, collective_transport(world), scenario.num_units),
+    runners: dict[str, Runner] = {
+        "window": WindowRunner(world, scenario.num_units, tickets),
+        "collective": CollectiveRunner(world, scenario.num_units),
     }
     samples: dict[str, list[MeasuredTiming]] = {name: [] for name in MEASURED}
     for number, minibatch in enumerate(minibatches):
@@ -119,70 +124,146 @@ class TimedMicrobatch(NamedTuple):
     is_dummy: bool = False
 
 
-class Runner:
-    """Runs plans of minibatches over a transport. Construction is collective.
+class Runner(ABC):
+    """Runs plans of minibatches. Subclasses define how the ranks communicate, and who runs which microbatches."""
 
-    With `tickets`, each rank runs its own microbatches, then claims those that any rank may run. Without them, as
-    collectives require, a rank with fewer microbatches than others also runs dummy microbatches.
-    """
-
-    def __init__(self, world: World, transport: Transport, num_units: int, tickets: Tickets | None = None) -> None:
-        self._world, self._transport, self._tickets = world, transport, tickets
-        transport.allocate([unit_layout(UNIT_NUMEL, world.size)] * num_units)
-        self._units = range(num_units)
-        self._gradient = torch.ones(UNIT_NUMEL)
+    def __init__(self, world: World, num_units: int) -> None:
+        self._world, self._num_units = world, num_units
 
     def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
         """Run a minibatch, with sleeps scaled by `scale`. All ranks begin at the same time. Collective."""
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
-        for microbatch in self._microbatches(minibatch, plan):
+        for microbatch in self.microbatches(minibatch, plan):
             before = len(sleeper.slept)
             self._run(sleeper, microbatch, scale)
             if microbatch.is_dummy:
                 del sleeper.slept[before:]
             else:
                 busy_s += scale * microbatch.seconds
-        self._transport.complete_gradients(np.zeros(1))
-        if self._tickets:
-            self._tickets.reset()
-        self._transport.publish_parameters()
+        self.finish()
         end_s = time.perf_counter() - began
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
         return MeasuredTiming(end_s, busy_s, merge_intervals(slept, PAUSE_S))
 
-    def close(self) -> None:
-        """Free the transport. Collective."""
-        self._transport.close()
+    @abstractmethod
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        """Yield this rank's microbatches. The caller must run each one before requesting the next."""
 
-    def _microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
-        rank = self._world.rank
-        assigned = plan.microbatches[rank]
-        if self._tickets is None:
-            for microbatch in islice(chain(assigned, repeat(())), max(map(len, plan.microbatches))):
-                yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
-            return
-        claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
-        for k, microbatch in enumerate(chain(filter(None, assigned), claimed)):
-            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
+    @abstractmethod
+    def use(self, unit: int, sleeper: "Sleeper", seconds: float) -> None:
+        """Sleep for `seconds` with the full parameters of a unit."""
+
+    @abstractmethod
+    def push(self, unit: int) -> Work:
+        """Start adding a full gradient of a unit to the shards of its owners."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete the gradients of all ranks, and publish the parameters. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory and communicators of this runner. Collective."""
 
     def _run(self, sleeper: "Sleeper", microbatch: TimedMicrobatch, scale: float) -> None:
-        num_units, seconds = len(self._units), scale * microbatch.seconds
-        for unit in self._units:
-            self._with_unit(unit, sleeper, FORWARD * seconds / num_units)
+        seconds = scale * microbatch.seconds / self._num_units
+        for unit in range(self._num_units):
+            self.use(unit, sleeper, FORWARD * seconds)
         pushes = []
-        for unit in reversed(self._units):
-            self._with_unit(unit, sleeper, (1 - FORWARD) * seconds / num_units)
-            pushes.append(self._transport.gradients.push(unit, self._gradient))
+        for unit in reversed(range(self._num_units)):
+            self.use(unit, sleeper, (1 - FORWARD) * seconds)
+            pushes.append(self.push(unit))
         for push in pushes:
             push.wait()
 
-    def _with_unit(self, unit: int, sleeper: "Sleeper", seconds: float) -> None:
+
+class WindowRunner(Runner):
+    """Runner with one-sided operations on windows. Construction is collective.
+
+    Each rank runs its own microbatches, then claims those that any rank may run.
+    """
+
+    def __init__(self, world: World, num_units: int, tickets: Tickets) -> None:
+        super().__init__(world, num_units)
+        self._tickets, self._transport = tickets, window_transport(world)
+        self._transport.allocate([unit_layout(UNIT_NUMEL, world.size)] * num_units)
+        self._gradient = torch.ones(UNIT_NUMEL)
+
+    @override
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        """Yield this rank's own microbatches, then those that it claims. One-sided."""
+        rank = self._world.rank
+        claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
+        for k, microbatch in enumerate(chain(filter(None, plan.microbatches[rank]), claimed)):
+            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
+
+    @override
+    def use(self, unit: int, sleeper: "Sleeper", seconds: float) -> None:
+        """Fetch a unit, sleep, and release the unit. One-sided."""
         fetched = self._transport.parameters.fetch(unit).wait()
         sleeper.sleep(seconds)
         self._transport.parameters.release(fetched)
+
+    @override
+    def push(self, unit: int) -> Work:
+        return self._transport.gradients.push(unit, self._gradient)
+
+    @override
+    def finish(self) -> None:
+        self._transport.complete_gradients(np.zeros(1))
+        self._tickets.reset()
+        self._transport.publish_parameters()
+
+    @override
+    def close(self) -> None:
+        self._transport.close()
+
+
+class CollectiveRunner(Runner):
+    """Runner with the communication pattern of FSDP: ranks synchronize at each unit. Construction is collective.
+
+    All ranks run the same number of microbatches. A rank with fewer than others also runs dummy microbatches.
+    """
+
+    def __init__(self, world: World, num_units: int) -> None:
+        super().__init__(world, num_units)
+        self._group, self._collectives = Group(world), CollectiveCommunicator(world)
+        self._group.open(self.close)
+        shard_numel = unit_layout(UNIT_NUMEL, world.size).shard_numel
+        self._shard = torch.zeros(shard_numel)
+        self._full, self._gradient = torch.zeros(world.size * shard_numel), torch.ones(world.size * shard_numel)
+        self._sums = torch.zeros(num_units, shard_numel)  # one for each reduction in flight
+
+    @override
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        rank, count = self._world.rank, max(map(len, plan.microbatches))
+        for microbatch in islice(chain(plan.microbatches[rank], repeat(())), count):
+            yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
+
+    @override
+    def use(self, unit: int, sleeper: "Sleeper", seconds: float) -> None:
+        """Gather a unit from all ranks, and sleep. Collective."""
+        request = self._collectives.start_all_gather(self._shard, self._full)
+        self._world.wait_collective(request, f"gathering unit {unit}")
+        sleeper.sleep(seconds)
+
+    @override
+    def push(self, unit: int) -> Work:
+        """Start summing the gradients of all ranks. Collective."""
+        request = self._collectives.start_reduce_scatter(self._gradient, self._sums[unit])
+        return Work(partial(self._world.wait_collective, request, f"reducing the gradient of unit {unit}"))
+
+    @override
+    def finish(self) -> None:
+        self._group.gradients_complete(np.zeros(1))
+        self._group.parameters_published()
+
+    @override
+    def close(self) -> None:
+        self._collectives.free()
+        self._group.free(())
 
 
 class Sleeper:

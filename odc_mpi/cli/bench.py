@@ -138,5 +138,5 @@ _SCHEDULE = "windows, collectives and tickets, with sleeps in place of computati
 BENCHMARKS = {
     "transport": Benchmark("fetches and pushes against memcpy and collectives", _add_transport, _prepare_transport),
     "schedule": Benchmark(_SCHEDULE, _add_schedule, _prepare_schedule, ScenarioOptions.ranks),
-    "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _prepare_train),
+    "train": Benchmark("training with windows against FSDP2", _add_train, _prepare_train),
 }

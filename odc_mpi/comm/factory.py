@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import (
     DeviceGradients,
@@ -105,16 +104,6 @@ def single_rank_transport(
     storages = (parameters, gradients)
     # Without threads, because kernels enqueued by a second thread would not be ordered with those of the first.
     return Transport(Group(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
-
-
-def collective_transport(
-    world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
-) -> Transport:
-    """Build the baseline transport, which uses MPI collectives and keeps its shards in private memory."""
-    group = Group(world)
-    parameters = CollectiveParameters(world, group, param_dtype)
-    gradients = CollectiveGradients(world, group, reduce_dtype)
-    return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=False, one_sided=False)
 
 
 def staged(inner: Transport, device: Device) -> Transport:

@@ -35,8 +35,7 @@ class Group:
         num_islands: Number of islands that share one model, or 1 if there are none.
         num_replicas: Number of replicas of the model that are trained separately, each sharded across `size` ranks.
         replica: Index of this rank's replica.
-        num_collectives: Number of collectives so far: synchronization points, plus fetches and pushes if they are
-            collective.
+        num_collectives: Number of synchronization points so far.
     """
 
     num_islands = num_replicas = 1

@@ -13,12 +13,11 @@ synchronization points:
 
 Within a minibatch, ranks communicate only through fetches and pushes. `comm.factory` builds these transports:
 
-    transport    shards are in             model is on   access         is_local   threads   one_sided
-    window       windows on the host       host          any            no         yes       yes
-    staged       windows on the host       device        COPY           no         yes       yes
-    device       windows on the device     device        COPY           no         yes       yes
-    single_rank  memory of the device      device        KEEP           yes        no        yes
-    collective   private memory            host          COPY           no         no        no
+    transport    shards are in             model is on   access         is_local   threads
+    window       windows on the host       host          any            no         yes
+    staged       windows on the host       device        COPY           no         yes
+    device       windows on the device     device        COPY           no         yes
+    single_rank  memory of the device      device        KEEP           yes        no
 
 With zero-copy on one node, the `window` transport has VIEW access, or KEEP access if torch supports it. With a node
 cache (`comm.windows.node_cache`), it has NODE access, and otherwise COPY access. Threads require MPI_THREAD_MULTIPLE.
@@ -220,20 +219,6 @@ class ShardStorage:
         """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""
 
 
-class PrivateShards(ShardStorage):
-    """Base class for stores with shards in private memory. Subclasses set `_shards`, by array index, in `allocate`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)  # type: ignore[call-arg] # of `ParameterStore` or `GradientStore`
-        self._shards: dict[int, torch.Tensor] = {}
-
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102 - documented by the stores
-        return self._shards[index]
-
-    def free(self) -> None:  # noqa: D102 - documented by `ShardStorage`
-        self._shards.clear()
-
-
 @dataclass(eq=False, repr=False)
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points.
@@ -246,8 +231,6 @@ class Transport:
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if threads may fetch while one thread pushes, False if only the computing thread may do so.
-        one_sided: True if a fetch or push completes without calls by other ranks. If False, fetches and pushes are
-            collective: all ranks must make the same ones in the same order, and no rank may skip any.
     """
 
     group: Group
@@ -259,7 +242,6 @@ class Transport:
     exchange: "IslandExchange | None" = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     thread_safe: bool = True
-    one_sided: bool = True
     _is_open: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

@@ -43,7 +43,19 @@ NodeCacheSetting = Literal["auto", "off"]
 
 @dataclass(frozen=True)
 class CommSettings:
-    """Settings in the `comm` section that determine how ranks communicate. Raises `UserError` if a value is invalid."""
+    """Settings in the `comm` section that determine how ranks communicate. Raises `UserError` if a value is invalid.
+
+    Attributes:
+        zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
+            "off" to copy them.
+        reduction: Method of adding gradients to other ranks' shards: "accumulate" for MPI_Accumulate, "mailbox" for
+            MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
+        progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
+        window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
+        node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
+            "off" to fetch it once per rank.
+        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
+    """
 
     zero_copy: ZeroCopySetting = "auto"
     reduction: ReductionSetting = "auto"
@@ -68,11 +80,7 @@ class CommSettings:
 _LOG_TEXTS: dict[str, dict[str, str]] = {
     "window_device": {"cuda": "windows on GPUs", "cpu": "windows in host memory"},
     "zero_copy": {"on": "zero-copy on", "off": "zero-copy off"},
-    "reduction": {
-        "accumulate": "gradients by MPI_Accumulate",
-        "mailbox": "gradients by mailbox",
-        "reduce_scatter": "gradients by reduce-scatter",
-    },
+    "reduction": {"accumulate": "gradients by MPI_Accumulate", "mailbox": "gradients by mailbox"},
     "progress": {"off": "no progress thread", "thread": "progress thread"},
 }
 
@@ -100,11 +108,6 @@ class Decision:
     settings: CommSettings = CommSettings()
 
     @property
-    def transport(self) -> str:
-        """Value of the setting `comm.transport`: "window" or "collective"."""
-        return "collective" if self.window.value == "none" else "window"
-
-    @property
     def maps_devices(self) -> bool:
         """True if the windows are in device memory that all ranks map, so that MPI does not access them."""
         return self.window.value == "map"
@@ -127,13 +130,6 @@ class Decision:
         """Return the choices as a dict for JSON: `{setting: {"choice": value, "reason": reason}}`."""
         choices = {name: choice for name, choice in vars(self).items() if isinstance(choice, Choice)}
         return {name: {"choice": choice.value, "reason": choice.reason} for name, choice in choices.items()}
-
-
-def decide_collective() -> Decision:
-    """Return the decision to use collectives instead of windows, as the baseline in benchmarks does."""
-    reason = "comm.transport is collective"
-    off = Choice("off", reason)
-    return Decision(Choice("none", reason), off, Choice("reduce_scatter", reason), off)
 
 
 def decide(

@@ -101,7 +101,6 @@ class UnitForwards:
             else:
                 self._current[unit] = outer
         unit.check_unchanged()
-        self.unsharded.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
         """Return the full parameter `name` of a unit, fetching the unit first if necessary. One-sided."""

@@ -65,7 +65,7 @@ class CacheNeeds:
 
     Attributes:
         maximum: Sizes that suffice for all units except the root, and for all gradients. A size is 0 if the cache would
-            save no communication because fetches return views, pushes stay on this rank, or both are collective.
+            save no communication because fetches return views or pushes stay on this rank.
         minimum: Sizes that suffice for the smallest of these units, and for the smallest gradient array. A smaller
             cache would stay empty.
     """
@@ -78,10 +78,10 @@ class CacheNeeds:
         """Compute the cache needs of a model that consists of `units` (groups of parameters) and uses `transport`."""
         parameters, gradients = transport.parameters, transport.gradients
         unit_bytes, array_bytes = [], []
-        if parameters.access is Access.COPY and transport.one_sided:
+        if parameters.access is Access.COPY:
             arrays = [zip(unit.indices, unit.layouts, strict=True) for unit in units if not unit.is_root]
             unit_bytes = [sum(layout.numel * parameters.dtype_of(i).itemsize for i, layout in each) for each in arrays]
-        if not gradients.is_local and transport.one_sided:
+        if not gradients.is_local:
             trainable = [layout for unit in units for layout in unit.layouts if layout.trainable]
             array_bytes = [layout.numel * gradients.dtype.itemsize for layout in trainable]
         smallest = CacheBytes(min(unit_bytes, default=0), min(array_bytes, default=0))

@@ -56,7 +56,7 @@ class GradientPusher:
 
     Attributes:
         gradient_format: Number format of the gradients, which is fixed-point if the store has an integer dtype.
-        cache: Memory budget for local sums. Unused if pushes stay on this rank or are collective.
+        cache: Memory budget for local sums. Unused if pushes stay on this rank.
         is_last_backward: True if the current or next backward pass is the last one in this minibatch. Set by the model.
         parameters_with_gradient: Names of the parameters that have received a gradient since `start`.
     """

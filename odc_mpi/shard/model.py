@@ -37,7 +37,7 @@ from odc_mpi.shard.modules import (
 )
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
 from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, Usage
-from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class ShardedModel:
@@ -50,7 +50,7 @@ class ShardedModel:
             parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. It is closed along with the model.
         prefetch: Number of units to fetch ahead. Up to max(1, `prefetch`) pushes may be in flight. Units are
-            prefetched only if fetches are one-sided, transfer data, and may run on another thread or need none.
+            prefetched only if fetches transfer data, and may run on another thread or need none.
         optimizer_device: Device of this rank's slices of trainable parameters. None means the host.
         dtypes: Dtypes, keyed by dotted name, of the parameters whose dtype differs from that of the transport.
 
@@ -102,8 +102,7 @@ class ShardedModel:
             transport.allocate(self.layouts, self.close)
         self._local_shards = LocalShards(transport, self.layouts, optimizer_device or torch.device("cpu"))
         self._resources.callback(self._local_shards.detach)
-        make_unsharded = UnshardedUnits if transport.one_sided else CollectivelyUnshardedUnits
-        self._unsharded = make_unsharded(self.units, transport, prefetch, self.spans, self.traffic)
+        self._unsharded = UnshardedUnits(self.units, transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._unsharded.close)
         self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic)
         self.gradient_format = self._pusher.gradient_format
@@ -116,7 +115,7 @@ class ShardedModel:
         self._placeholders = Placeholders(self._names_by_module, transport, forwards)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, forwards, activation_checkpointing)
-        module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
+        module.register_forward_pre_hook(lambda *_: self._unsharded.activity.start_microbatch())
         # A global hook, because the caller creates the optimizer later.
         self._resources.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
         self.publish()
@@ -245,7 +244,7 @@ class ShardedModel:
                 without gradients. Forward passes are then as fast as without sharding, but no minibatch may end inside.
 
         Raises:
-            UserError: The parameter cache is too small to hold all units except the root, or fetches are collective.
+            UserError: The parameter cache is too small to hold all units except the root.
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
@@ -302,8 +301,8 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all full parameters, in the dtypes of the shards, and of all persistent buffers.
 
-        One-sided: a single rank may call it, except between the end of a minibatch and `publish()`. Collective if the
-        transport's fetches are collective. The calling rank needs enough memory for the full model.
+        One-sided: a single rank may call it, except between the end of a minibatch and `publish()`. The calling rank
+        needs enough memory for the full model.
         """
         with self._placeholders.allow_state_dict():
             state = dict(self.module.state_dict())

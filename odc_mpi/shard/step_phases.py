@@ -86,7 +86,7 @@ class SpanRecorder:
 
 
 class Usage:
-    """Time, memory and collectives that this rank has used since the model was constructed."""
+    """Time, memory and synchronization points that this rank has used since the model was constructed."""
 
     def __init__(self, transport: Transport, spans: SpanRecorder, push_buffers: BufferPool) -> None:
         self._transport, self._spans, self._push_buffers = transport, spans, push_buffers
@@ -119,7 +119,7 @@ class Usage:
 
     @property
     def num_collectives(self) -> int:
-        """Number of collectives so far: synchronization points, plus fetches and pushes if they are collective."""
+        """Number of synchronization points so far."""
         return self._transport.group.num_collectives
 
     @property

@@ -184,16 +184,16 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:
     """Choose how the ranks communicate, considering the size of `model` if it is given. Collective."""
-    settings = {item.name: getattr(config.comm, item.name) for item in fields(CommSettings)}
+    settings = CommSettings(**{item.name: getattr(config.comm, item.name) for item in fields(CommSettings)})
     if config.islands.by != "off" and config.run.device == "cuda":
-        settings["window_device"] = "cpu"
+        settings = replace(settings, window_device="cpu")
     shard_bytes = 0
     if model:
         with_optimizer = config.optim.device == "cuda"
         dtypes = _dtypes(config, model)
         shard_bytes = device_shard_bytes(model.module, world.size, *dtypes, with_optimizer=with_optimizer)
     tickets = config.data.balance == "dynamic" or config.run.objective == "grpo"
-    return decide_for(world, **settings, device=config.run.device, shard_bytes=shard_bytes, tickets=tickets)
+    return decide_for(world, settings, device=config.run.device, shard_bytes=shard_bytes, tickets=tickets)
 
 
 def _dtypes(config: Config, model: MetaModel) -> tuple[torch.dtype | None, torch.dtype]:

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from local_transport import LocalGroup, LocalTransport
 from user_errors import user_error
 
-from odc_mpi.bench.schedule import Runner, measure
+from odc_mpi.bench.schedule import CollectiveRunner, Runner, measure
+from odc_mpi.comm.work import Work
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
@@ -15,6 +15,22 @@ from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 SINGLE_RANK = SimpleNamespace(
     rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), wait_collective=lambda request, what: None
 )
+
+
+class SilentRunner(CollectiveRunner):
+    """Runner that pads like one with collectives, but calls no MPI."""
+
+    def __init__(self):
+        Runner.__init__(self, SINGLE_RANK, num_units=2)
+
+    def use(self, unit, sleeper, seconds):
+        sleeper.sleep(seconds)
+
+    def push(self, unit):
+        return Work()
+
+    def finish(self):
+        pass
 
 
 def test_several_nodes_are_refused():
@@ -40,9 +56,7 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     monkeypatch.setattr("odc_mpi.bench.schedule.time", LateClock())
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
     trial = SimulatedMinibatch(Scenario(overhead_s=10.0), np.array([1, 2]), np.array([20.0, 30.0]), np.ones(1))
-    runner = Runner(SINGLE_RANK, LocalTransport(LocalGroup(1), 0), num_units=2)
-    sample = runner.run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
-    runner.close()
+    sample = SilentRunner().run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
     assert sample.busy_s == pytest.approx(0.07)
     assert sum(ended - began for began, ended in sample.slept) == pytest.approx(70, abs=0.3)
     edges = [second for span in sample.slept for second in span]

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from odc_mpi.bench.contenders import Round, agreement, deviation
-from odc_mpi.bench.train import TOLERANCE
+from odc_mpi.bench.train import TOLERANCE, Round, agreement, deviation
 from odc_mpi.errors import AllRanksUserError
 
 

@@ -7,7 +7,7 @@ import torch
 
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import ranges_by_owner
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, PrivateShards, Transport
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage, Transport
 from odc_mpi.comm.work import Work
 
 
@@ -29,7 +29,6 @@ class LocalTransport(Transport, Group):
 
     access = Access.COPY
     thread_safe = True
-    one_sided = True
 
     def __init__(self, group, rank, param_dtype=torch.float32, reduce_dtype=torch.float32):
         self._group = group
@@ -41,7 +40,7 @@ class LocalTransport(Transport, Group):
             setattr(parameters, name, getattr(self, name))
         gradients.push = self.accumulate
         stores = [parameters, gradients]
-        super().__init__(self, *stores, stores, thread_safe=self.thread_safe, one_sided=self.one_sided)
+        super().__init__(self, *stores, stores, thread_safe=self.thread_safe)
 
     @property
     def layouts(self):
@@ -115,12 +114,20 @@ class LocalTransport(Transport, Group):
         return np.stack(self.gather(values.copy()))
 
 
-class LocalParameters(PrivateShards, ParameterStore):
+class LocalShards(ShardStorage):
+    def shard(self, index):
+        return self._shards[index]
+
+    def free(self):
+        self._shards.clear()
+
+
+class LocalParameters(LocalShards, ParameterStore):
     def allocate(self):
         self._shards = {i: torch.zeros(x.shard_numel, dtype=self.dtype) for i, x in enumerate(self.layouts)}
 
 
-class LocalGradients(PrivateShards, GradientStore):
+class LocalGradients(LocalShards, GradientStore):
     push = None  # the transport's `accumulate`
 
     def allocate(self):

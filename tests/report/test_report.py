@@ -68,7 +68,7 @@ def write_trace(run, ranks):
 
 
 def training_result():
-    names = ("fsdp2", "collective/lb_micro", "window/lb_mini", "window/dynamic", "ceiling")
+    names = ("fsdp2", "window/lb_micro", "window/lb_mini", "window/dynamic", "ceiling")
     speeds = {name: 1000.0 * (i + 1) for i, name in enumerate(names)} | {"fsdp2/lb_mini": 1600.0}
     return {
         "benchmark": "train",

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -352,16 +351,14 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
         next(layer for layer in model.module.modules() if layer._parameters).weight.zero_()
 
 
-@pytest.mark.parametrize("one_sided", [True, False], ids=["in_place", "collective"])
 @on_ranks(1)
-def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
-    transport.one_sided = one_sided
+def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport) -> None:
     train = Train(transport, Stack(2).double(), CacheBytes())
-    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
+    transport.parameters.access = Access.VIEW
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
-    assert train.model.cache_bytes == CacheBytes(0, 1 << 30 if one_sided else 0)
-    with nullcontext() if one_sided else pytest.raises(UserError, match="over collectives"), train.model.unsharded():
+    assert train.model.cache_bytes == CacheBytes(0, 1 << 30)
+    with train.model.unsharded():
         pass
 
 

@@ -30,7 +30,7 @@ from typing_extensions import override
 from odc_mpi.comm.buffers import BufferPool, storage_address
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, PrivateShards
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.work import FetchWork, Work
@@ -132,10 +132,20 @@ class DeviceGradients(GradientStore):
         self._inner.push(index, gradient, start).wait()
 
 
-class _DeviceShards(PrivateShards):
+class _DeviceShards(ShardStorage):
+    """Base class for stores with shards in device memory. Subclasses set `_shards`, by array index, in `allocate`."""
+
     def __init__(self, dtype: torch.dtype, device: Device) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype)  # type: ignore[call-arg] # of `ParameterStore` or `GradientStore`
         self._device = device
+        self._shards: dict[int, torch.Tensor] = {}
+
+    def shard(self, index: int) -> torch.Tensor:
+        return self._shards[index]
+
+    @override
+    def free(self) -> None:
+        self._shards.clear()
 
 
 class SingleRankParameters(_DeviceShards, ParameterStore):

@@ -15,12 +15,10 @@ parameters that autograd has saved.
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from typing_extensions import override
 
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.comm.work import FetchWork
-from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.step_phases import ActivityReporter, SpanRecorder, in_backward
@@ -37,11 +35,10 @@ class UnshardedUnits:
     Args:
         units: All units of the model.
         prefetch: Number of units to fetch ahead, on a separate thread if fetches call MPI. Ignored if fetches transfer
-            no data or are collective, or if they need this thread but only one thread may call the transport.
+            no data, or if they need this thread but only one thread may call the transport.
 
     Attributes:
-        cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views
-            or are collective.
+        cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views.
         parameter_version: Version of the parameters, incremented by `invalidate`.
         fetch_allowed: False while owners may write to their shards. Fetches then raise RuntimeError. Set by the model.
         reshard_forbidden: True while modules hold the tensors of the units (`modules.materialized_parameters`).
@@ -55,9 +52,9 @@ class UnshardedUnits:
         self.activity = ActivityReporter(transport.group)
         self._transport, self._spans, self._traffic = transport, spans, traffic
         parameters = transport.parameters
-        can_prefetch = parameters.enqueues_only or (transport.thread_safe and transport.one_sided)
+        can_prefetch = parameters.enqueues_only or transport.thread_safe
         self._prefetch = prefetch if can_prefetch and parameters.access.transfers else 0
-        self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
+        self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch)
         needs_thread = self._prefetch and not parameters.enqueues_only
         self._thread = CommunicationThread("odc_mpi-fetch") if needs_thread else None
         self._predictor = PrefetchPredictor()
@@ -95,13 +92,6 @@ class UnshardedUnits:
         self.activity.update(phase, unit.name)
         if self._prefetch:
             self._prefetch_after(unit)
-
-    def start_microbatch(self) -> None:
-        """Begin a microbatch. The model calls this method before each forward pass of the root module."""
-        self.activity.start_microbatch()
-
-    def post_forward(self, unit: Unit) -> None:
-        """End a forward pass of a unit. The unit stays unsharded, but a subclass may reshard it."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return `(unit, i)` if `tensor` uses the memory of an unsharded unit's array `i`, otherwise None."""
@@ -236,31 +226,3 @@ class UnshardedUnits:
         del self._held[unit]
         self.cache.discard(unit)
         unit.reshard(self._transport)
-
-
-class CollectivelyUnshardedUnits(UnshardedUnits):
-    """Unsharded units that are fetched collectively, as in the baseline for benchmarks.
-
-    All ranks must fetch the same units in the same order. The units therefore follow FSDP's schedule: a unit is
-    resharded after its forward pass and, in a backward pass, when the next unit is fetched. The root unit stays
-    unsharded until the next microbatch. Nothing is prefetched or cached.
-    """
-
-    tensors_stay_valid = False
-
-    @override
-    def start_microbatch(self) -> None:
-        super().start_microbatch()
-        self.reshard_all()
-
-    def post_forward(self, unit: Unit) -> None:
-        """Reshard a unit after its forward pass, unless it is the root.
-
-        After a recomputation, the unit stays unsharded, because the backward pass needs it.
-        """
-        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_running_forwards):
-            self._reshard(unit)
-
-    @override
-    def unshard_all(self) -> None:
-        raise UserError("unsharded(): expected one-sided fetches, got a model over collectives: shard it over windows")

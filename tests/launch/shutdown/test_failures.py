@@ -85,9 +85,10 @@ import sys, time, torch
 import odc_mpi
 from odc_mpi.api import decide_for
 from odc_mpi.comm.windows.parameters import WindowParameters
+from odc_mpi.probe.decision import CommSettings
 world = odc_mpi.World(timeout_s=20)
 layers = [torch.nn.Linear(64, 64) for _ in range(4)]
-copies = decide_for(world, zero_copy="off")  # else there is nothing to fetch ahead
+copies = decide_for(world, CommSettings(zero_copy="off"))  # else there is nothing to fetch ahead
 model = odc_mpi.shard_model(torch.nn.Sequential(*layers), world, units=layers, prefetch=1, decision=copies)
 for _ in range(2):
     with model.minibatch():

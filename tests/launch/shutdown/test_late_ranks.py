@@ -160,15 +160,6 @@ subprocess.run([sys.executable, *sys.argv[1:]], close_fds=False)
 time.sleep(60)
 """
 
-#: Collectives within microbatches, as of the baseline. Units of one size are not taken for each other.
-ANOTHER_UNIT = """
-from odc_mpi.api import decide_for
-
-model = odc_mpi.shard_model(module, world, units=[Block], decision=decide_for(world, transport="collective"))
-with model.minibatch(), torch.no_grad():
-    blocks[2 if world.rank == 1 else 1](torch.randn(2, 8))
-"""
-
 FREES_TICKETS = """
 tickets = odc_mpi.Tickets(world)
 if world.rank == 1:
@@ -326,13 +317,6 @@ def test_a_rank_that_other_islands_wait_for_is_named(tmp_path):
     own = "receiving the parameters of other islands: late is "
     others = "synchronizing the islands: late (?:is|are) "
     assert_line(f"{WAITED}(?:{own}|{others}){with_waiting(late, waiting)}", line)
-
-
-def test_a_rank_in_the_collective_of_another_unit(tmp_path):
-    """Each side may be the first to report."""
-    line = the_line(tmp_path, ANOTHER_UNIT)
-    ways = ["gathering unit 1: .*rank 1 on .*gathering unit 2", "gathering unit 2: .*rank [02] on .*gathering unit 1"]
-    assert any(re.fullmatch(WAITED + way + ".*" + LIMIT, line) for way in ways), line
 
 
 @pytest.mark.library

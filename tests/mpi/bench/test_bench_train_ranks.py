@@ -25,7 +25,7 @@ def config(dataset_path):
 
 @pytest.mark.sizes(2, 4)
 def test_all_ways_train_the_same(world, config):
-    """Three sequences: on four ranks one has none, and runs dummy microbatches where ranks synchronize."""
+    """Three sequences: on four ranks one has none, and runs dummy microbatches with FSDP2."""
     result = train.measure(world, config, steps=2, repeats=1, exact=True)
     assert set(result["tokens_per_s"]) == set(result["loss_deviation"]) == {*train.CONTENDERS, *train.EXACT}
     assert max(result["loss_deviation"].values()) < 1e-5

@@ -17,6 +17,7 @@ from odc_mpi.api import decide_for
 from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
+from odc_mpi.probe.decision import CommSettings
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
@@ -157,9 +158,9 @@ def test_training_gives_the_same_bits_and_moves_each_byte_once(
 def test_the_setting_of_the_cache_is_checked_and_one_rank_can_turn_it_off(nodes):
     modules = [nn.Sequential(*(Block() for _ in range(2))) for _ in range(2)]
     with pytest.raises(UserError, match="node_cache: expected auto or off, got on"):
-        decide_for(nodes, node_cache="on")
+        decide_for(nodes, CommSettings(node_cache="on"))
     for module, setting in zip(modules, ("auto", "off" if nodes.rank == 0 else "auto"), strict=True):
-        model = shard_model(module, nodes, units=[Block], decision=decide_for(nodes, node_cache=setting))
+        model = shard_model(module, nodes, units=[Block], decision=decide_for(nodes, CommSettings(node_cache=setting)))
         has_cache = module is modules[0] and nodes.local_size == 2
         assert (model.usage.node_cache_bytes > 0) == has_cache
         assert (model.cache_needs.maximum.parameters == 0) == has_cache

@@ -12,6 +12,7 @@ from units import wait_for_file
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.probe.decision import CommSettings
 
 pytestmark = pytest.mark.mpi
 
@@ -78,7 +79,7 @@ def test_a_transport_has_one(world, allocate):
 def test_a_full_mailbox_of_a_rank_that_sleeps_or_generates_delays_no_push(world, base):
     """Rank 0 pushes more than its rings hold. Rank 1 sleeps and rank 2 generates without fetches until it is done."""
     module = torch.nn.Linear(64, 64)
-    decision = decide_for(world, reduction="mailbox", mailbox_bytes=4096)
+    decision = decide_for(world, CommSettings(reduction="mailbox", mailbox_bytes=4096))
     caches = {"parameter_cache_bytes": 0, "gradient_cache_bytes": 0}
     model = shard_model(module, world, decision=decision, prefetch=0, **caches)
     x, deadline = torch.ones(2, 64), time.monotonic() + 30

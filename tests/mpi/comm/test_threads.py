@@ -12,6 +12,7 @@ from units import assert_fetched, assert_sums, write_parameters
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.errors import UserError
+from odc_mpi.probe.decision import CommSettings
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.prefetch import CommunicationThread
@@ -74,7 +75,7 @@ def test_without_threads_a_deadline_says_that_no_rank_can_be_asked(monkeypatch):
 def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(monkeypatch, level):
     monkeypatch.setattr(MPI, "Query_thread", lambda: getattr(MPI, level.removeprefix("MPI_")))
     with World(timeout_s=60) as world:
-        decision = decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
+        decision = decide_for(world, CommSettings(zero_copy="off", reduction="accumulate", progress="off"))
         # A gradient that stays here until the gradients are complete would call nothing.
         model = shard_model(torch.nn.Linear(2, 2), world, decision=decision, gradient_cache_bytes=0)
         refused = pytest.raises(UserError, match=rf"from the main thread only \({level}\), .* autograd_0")

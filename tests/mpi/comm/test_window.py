@@ -13,7 +13,7 @@ from units import (
     write_parameters,
 )
 
-from odc_mpi.comm.factory import collective_transport, window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
 from odc_mpi.comm.reduce import accumulate, mailbox
 from odc_mpi.comm.transport import Access
@@ -45,21 +45,9 @@ def make(world, zero_copy, allocate):
     return build
 
 
-@pytest.fixture(params=["zero-copy", "copies", "collective"])
-def transport_of(world, allocate, request):
-    """Make a transport over windows, or one over collectives, in which all ranks fetch in the same order."""
-
-    def build(*dtypes):
-        if request.param == "collective":
-            return allocate(collective_transport(world, *dtypes), SIZES)
-        return allocate(window_transport(world, *dtypes, zero_copy=request.param == "zero-copy"), SIZES)
-
-    return build
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_rank_fetches_what_the_owners_wrote(transport_of, dtype):
-    transport = transport_of(dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+def test_every_rank_fetches_what_the_owners_wrote(make, dtype):
+    transport = make(param_dtype=dtype, reduce_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(numel, generator=generator).to(dtype) for numel in SIZES]
     write_parameters(transport, values)
@@ -92,12 +80,12 @@ def test_long_messages_are_cut(make, world, monkeypatch, reduction):
     assert_sums(transport, [values * world.size])
 
 
-def test_reports_and_sums_reach_everyone(transport_of, world):
-    assert_reports_and_sums(world, transport_of())
+def test_reports_and_sums_reach_everyone(make, world):
+    assert_reports_and_sums(world, make())
 
 
-def test_broadcast_takes_rank_0s(transport_of, world):
-    transport = transport_of()
+def test_broadcast_takes_rank_0s(make, world):
+    transport = make()
     for dtype in (torch.int64, torch.bfloat16, torch.bool):
         tensor = torch.full((3, 5), world.rank == 0, dtype=dtype)
         transport.group.broadcast(tensor)

@@ -17,6 +17,7 @@ from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce import slots
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
+from odc_mpi.probe.decision import CommSettings
 from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.device_probe import device_cache_key
 from odc_mpi.probe.report import OperationResult, Peer, Peers, ProbeReport, Problem
@@ -84,7 +85,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
 def test_ranks_of_a_node_map_each_others_devices(world, dataset_path, monkeypatch, changes):
     device = LateDevice()
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: device)
-    decision = api.decide_for(world, device="cuda", zero_copy="off")
+    decision = api.decide_for(world, CommSettings(zero_copy="off"), device="cuda")
     assert (decision.window.value, decision.window_device.value, decision.reduction.value) == ("map", "cuda", "mailbox")
     settings = {"run.device": "cuda", "data.balance": "lb_mini", "comm.zero_copy": "off"}
     config = configure(dataset_path, **settings | changes)
@@ -120,7 +121,7 @@ def keep_verdict(world, device, **operations):
 
 def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):
     # The only rank needs no proof.
-    decision = api.decide_for(world, device="cuda", zero_copy="off" if world.size == 1 else "auto")
+    decision = api.decide_for(world, CommSettings(zero_copy="off" if world.size == 1 else "auto"), device="cuda")
     assert decision.window_device.value == "cpu" and RUN_DOCTOR in decision.one_line()
     assert isinstance(transport_for(world, decision).parameters, StagedParameters)
 
@@ -133,24 +134,24 @@ def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, d
         transport_for(world, decision).parameters, SingleRankParameters if world.size == 1 else DeviceParameters
     )
     # Where the rest is set nothing is tried, and the verdict counts all the same.
-    decision = api.decide_for(world, device="cuda", zero_copy="off", reduction="mailbox", progress="off")
+    decision = api.decide_for(world, CommSettings(zero_copy="off", reduction="mailbox", progress="off"), device="cuda")
     assert decision.window_device.value == "cuda"
     assert isinstance(transport_for(world, decision).parameters, DeviceParameters)
 
-    decision = api.decide_for(world, device="cuda", window_device="cpu")
+    decision = api.decide_for(world, CommSettings(window_device="cpu"), device="cuda")
     assert isinstance(transport_for(world, decision).parameters, StagedParameters)
     assert api.decide_for(world).window_device is None
 
 
 def test_windows_on_a_device_go_with_a_model_there(world):
     with pytest.raises(UserError, match=r"comm.window_device: cuda requires run.device cuda"):
-        api.decide_for(world, window_device="cuda")
+        api.decide_for(world, CommSettings(window_device="cuda"))
 
 
 @pytest.mark.sizes(1)
 def test_the_only_rank_refuses_the_graph_of_parameters_that_have_changed(world, device):
     """It keeps them in the graph, so nothing but this would notice."""
-    decision = api.decide_for(world, device="cuda", window_device="cuda")
+    decision = api.decide_for(world, CommSettings(window_device="cuda"), device="cuda")
     model = api.shard_model(torch.nn.Linear(3, 1), world, device="cuda", decision=decision)
     assert isinstance(model._transport.parameters, SingleRankParameters)
     with model.minibatch():

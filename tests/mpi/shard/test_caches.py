@@ -9,6 +9,7 @@ from odc_mpi import api, shard_model
 from odc_mpi.api import decide_for
 from odc_mpi.comm.device import device_memory
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.probe.decision import CommSettings
 
 pytestmark = pytest.mark.mpi
 
@@ -31,7 +32,7 @@ def test_ranks_share_the_memory_of_a_gpu_with_the_same_uuid(world, monkeypatch, 
     device.free_bytes = lambda: 12_000
     monkeypatch.setattr(api, "find_device", lambda kind, host_rank: device)
     monkeypatch.setattr(device_memory, "gpu_uuid", lambda host_rank: f"GPU-{world.rank % num_gpus}")
-    decision = decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
+    decision = decide_for(world, CommSettings(zero_copy="off", reduction="accumulate", progress="off"))
     model = shard_model(blocks(), world, units=[Block], decision=decision, device="cuda")
     assert model.cache_bytes.parameters == 6_000 // (world.size if num_gpus == 1 else 1)
     model.close()

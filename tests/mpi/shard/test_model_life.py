@@ -11,13 +11,14 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.probe.decision import CommSettings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 
 @pytest.fixture
 def decision(world):
-    return decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
+    return decide_for(world, CommSettings(zero_copy="off", reduction="accumulate", progress="off"))
 
 
 def kept(world):
