@@ -56,7 +56,7 @@ def measure(
     with world.split("self") as self_world:
         contenders = Contenders(world, device, lambda line: report(f"ranks, {line}"))
         contenders.add(PLAIN, lambda: contenders.plain(config))
-            contenders.add(INDEPENDENT, partial(contenders.trainer, INDEPENDENT, config, self_world, **COMM[DEVICE]))
+        contenders.add(INDEPENDENT, partial(contenders.trainer, INDEPENDENT, config, self_world, **COMM[DEVICE]))
         for name in names:
             contenders.add(name, partial(contenders.trainer, name, config, world, **COMM[name]))
         return run(contenders, config, steps, repeats)
