@@ -284,7 +284,7 @@ def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
     against = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
-            if any(report.wrong_data("from_device", kind, needed) for needed in (operation, "get")):
+            if any(report.wrong_data("device", kind, needed) for needed in (operation, "get")):
                 against[name] = "in odc-mpi doctor it delivered wrong data"
     return against
 

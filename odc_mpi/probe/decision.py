@@ -195,7 +195,7 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
     """
     memory: tuple[tuple[str, ...], str, str] = ((), "", "")
     if decision.windows_on_device and not decision.maps_devices:
-        memory = (("from_device",), ", on devices,", ", or set comm.window_device to cpu")
+        memory = (("device",), ", on devices,", ", or set comm.window_device to cpu")
     trials = [("get", *memory), ("put" if decision.reduction.value == "mailbox" else "accumulate", *memory)]
     if tickets:
         trials.append(("fetch_and_op", (), "", ", or set data.balance to lb_mini"))

@@ -41,7 +41,7 @@ def summarize(report: ProbeReport) -> DeviceFindings:
         not_tried = f"windows on GPUs were not tried: {RUN_DOCTOR}"
         reductions = dict.fromkeys(_REDUCED_BY, "it was not tried on windows on GPUs")
         return DeviceFindings(not_tried, dict.fromkeys(report.kinds, Peer()), reductions)
-    peers = {kind: getattr(device.from_device, kind) or Peer() for kind in report.kinds}
+    peers = {kind: getattr(device.peers, kind) or Peer() for kind in report.kinds}
     reductions = {
         name: objection
         for name, operation in _REDUCED_BY.items()
@@ -62,7 +62,7 @@ def summarize(report: ProbeReport) -> DeviceFindings:
 def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
-            problem = report.problem("from_device", kind, name)
+            problem = report.problem("device", kind, name)
             what = problem.what if problem else "not tried"
             return f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}, on GPUs: {what}"
     return None

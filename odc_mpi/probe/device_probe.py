@@ -1,8 +1,8 @@
 """Trials of windows on devices, needed because MPI libraries do not reliably report whether they support them.
 
 All ranks map each other's memory, which needs no MPI, and create a window. For each kind of peer, one pair of ranks
-tries Get, Put and Accumulate, with device memory and with host memory at the origin. With device memory, each of them
-is also tested for stale reads (`probe.trial`). Then every rank accumulates into its own window.
+tries Get, Put and Accumulate, with device memory at the origin as well, and tests each of them for stale reads
+(`probe.trial`). Then every rank accumulates into its own window.
 
 Because an unsupported operation may crash the process or never return, these trials run only in child processes of
 `odc-mpi doctor`, which caches the results. Training runs only read the cache.
@@ -10,7 +10,8 @@ Because an unsupported operation may crash the process or never return, these tr
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from odc_mpi.probe.report import DEVICE_OPERATIONS, NO_ANSWER, OnMessage, ProbeR
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
-#: Time limits for each trial, shorter than in `probe.FULL` because there are six operations for each kind of peer.
+#: Time limits for each trial, shorter than in `probe.FULL` because each operation is also tested for stale reads.
 BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum age of a cached report, in seconds. Its cache key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
@@ -138,14 +139,19 @@ def _try_pairs(
         buffer = DeviceBuffer(device, values)
         return [MPI.Win.Create(buffer.memory, 1, MPI.INFO_NULL, world.comm)], buffer
 
-    origins: dict[str, Callable[[np.ndarray], Buffer]]
-    origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": Buffer}
-    staleness_tests = [(name, origin) for name, origin in DEVICE_OPERATIONS if origin == "from_device"]
-    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], allocate, origins, staleness_tests)
-    for name, origin in DEVICE_OPERATIONS:
+    trials = Trials(
+        world,
+        pairs,
+        BUDGET,
+        LARGE_BYTES[-1],
+        allocate,
+        partial(DeviceBuffer, device),
+        staleness_tests=DEVICE_OPERATIONS,
+    )
+    for name in DEVICE_OPERATIONS:
         for kind in pairs:
-            on_message(report, f"{origin}.{kind}.{name}")
-            report = report.with_operation((origin, kind, name), *trials.run(name, kind, origin))
+            on_message(report, f"device.{kind}.{name}")
+            report = report.with_operation(("device", kind, name), *trials.run(name, kind))
     trials.close()
     return report
 

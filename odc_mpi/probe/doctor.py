@@ -25,6 +25,7 @@ from odc_mpi.probe.report import (
     OPERATIONS,
     DeviceWindows,
     OperationResult,
+    Peers,
     ProbeReport,
     Problem,
 )
@@ -42,7 +43,6 @@ OPERATION_S = 12.0
 #: Additional time on machines with a GPU, in seconds, for loading GPU libraries and trying windows on the GPU.
 DEVICE_S = 60.0
 
-_ORIGINS = {"from_device": ("GPU",), "from_host": ("host",)}
 _MODELS = {"unified": "unified", "separate": "separate (not supported: use another MPI library)", None: "no answer"}
 _YES_NO = {True: "yes", False: "no", None: "no answer"}
 _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
@@ -124,9 +124,9 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     if not report.kinds:
         console.print("only one rank, nothing to measure: run mpiexec -n 2 odc-mpi doctor", "", sep="\n")
     else:
-        console.print(_operations(report, ("peer", "operation"), [(name, "") for name in OPERATIONS]), "")
+        console.print(_operations(report, report.peers, "operation", OPERATIONS), "")
     if report.device is not None:
-        operations = _operations(report, ("peer", "on the GPU", "from"), DEVICE_OPERATIONS)
+        operations = _operations(report, report.device.peers, "on the GPU", DEVICE_OPERATIONS, "device")
         console.print(_device_properties(report.device), operations, "", sep="\n")
     console.print("a run will use", _choices(decision), sep="\n")
     if on_device is not None:
@@ -153,20 +153,19 @@ def _device_properties(device: DeviceWindows) -> Table:
     return properties
 
 
-def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of `operations`: pairs of a name, and a field of `report.device` or "" for windows on the host."""
+def _operations(report: ProbeReport, peers: Peers, heading: str, operations: Sequence[str], *device: str) -> Table:
+    """Return a table of the results in `peers`. `device` is "device" if they are for windows on devices."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in headings:
+    for column in ("peer", heading):
         table.add_column(column, no_wrap=True)
     for column in ("target idle", "target busy", "GB/s", "fresh reads"):
         table.add_column(column, justify="right")
     table.add_column("one-sided")
     for kind in report.kinds:
-        for name, origin in operations:
-            where = (origin, kind, name) if origin else (kind, name)
-            peers = getattr(report.device, origin) if origin else report.peers
-            cells = _cells(getattr(getattr(peers, kind), name, OperationResult()), report.problem(*where))
-            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], *_ORIGINS.get(origin, ()), *cells)
+        for name in operations:
+            result = getattr(getattr(peers, kind), name, OperationResult())
+            cells = _cells(result, report.problem(*device, kind, name))
+            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], *cells)
     return table
 
 

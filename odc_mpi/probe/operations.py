@@ -50,21 +50,17 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Checks update it. Links
-            with the same target share it.
-        allocate: Function that creates a buffer with the given initial content.
-        rotation: Number of elements by which the sent values are rotated, so that links send different values.
+        num_bytes: Size of the target's window, including the counter.
+        make_buffer: Function that creates a buffer with the given initial content.
     """
 
-    def __init__(
-        self, win: MPI.Win, target: int, expected: np.ndarray, allocate: Callable[[np.ndarray], Buffer], rotation: int
-    ) -> None:
-        self._win, self._target, self.expected = win, target, expected
-        first = pattern(expected.size)[: expected.size - COUNTER_BYTES]
-        self._values = np.roll(first.view(np.float32)[::-1], rotation).view(np.uint8)
-        self._sent, self.received = allocate(self._values), allocate(np.ones(expected.size, dtype=np.uint8))
+    def __init__(self, win: MPI.Win, target: int, num_bytes: int, make_buffer: Callable[[np.ndarray], Buffer]) -> None:
+        self._win, self._target = win, target
+        self.expected = pattern(num_bytes)  # content of the target's window, which checks update
+        self._values = self.expected[:-COUNTER_BYTES].view(np.float32)[::-1].copy().view(np.uint8)
+        self._sent, self.received = make_buffer(self._values), make_buffer(np.ones(num_bytes, dtype=np.uint8))
         self._one, self._fetched = np.ones(1, dtype=np.int64), np.empty(1, dtype=np.int64)
-        self._counter = (expected.size - COUNTER_BYTES, 1, MPI.INT64_T)
+        self._counter = (num_bytes - COUNTER_BYTES, 1, MPI.INT64_T)
         self._fetched_in_order = True
         self._runs: Counter[tuple[str, int]] = Counter()  # by operation and number of bytes
 

@@ -14,17 +14,8 @@ LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
 #: Operations in the order of the trials. The one most likely to fail comes last.
 OPERATIONS = tuple(OPERATION_NAMES)
-#: Operations on device windows, as pairs of an operation and the memory at the origin (a field of `DeviceWindows`), in
-#: the order of the trials. The most important ones come first, and those that have crashed libraries come last.
-DEVICE_OPERATIONS = (
-    ("get", "from_device"),
-    ("put", "from_device"),
-    ("get", "from_host"),
-    ("put", "from_host"),
-    ("accumulate", "from_host"),
-    ("accumulate", "from_device"),
-)
-
+#: Operations on device windows, in the order of the trials. The one that has crashed libraries comes last.
+DEVICE_OPERATIONS = ("get", "put", "accumulate")
 
 #: Problems found by a trial.
 WRONG = "received data differs from what was sent"
@@ -99,8 +90,7 @@ class DeviceWindows:
         mapping_error: Reason why ranks cannot map each other's memory, or "" if they can map it.
         window: True if all ranks could create a window together.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
-        from_device: Results with device memory at the origin. `fetch_and_op` is not tried.
-        from_host: Results with host memory at the origin. `fetch_and_op` is not tried.
+        peers: Results with device memory at the origin as well. `fetch_and_op` is not tried.
     """
 
     names: tuple[str, ...] = ()
@@ -108,8 +98,7 @@ class DeviceWindows:
     mapping_error: str | None = None
     window: bool | None = None
     own_accumulate: bool | None = None
-    from_device: Peers = Peers()
-    from_host: Peers = Peers()
+    peers: Peers = Peers()
 
 
 @dataclass(frozen=True)
@@ -117,8 +106,8 @@ class Problem:
     """Problem in a trial. It is printed, and stored in JSON, as a string.
 
     Attributes:
-        where: Name of the trial, such as ("closing",) or ("same_node", "put"). For operations on device windows, it
-            begins with the memory at the origin, as in ("from_device", "same_node", "put").
+        where: Name of the trial, such as ("closing",) or ("same_node", "put"). For device windows, it begins with
+            "device", as in ("device", "window") or ("device", "same_node", "put").
         what: `WRONG`, `STALE`, `INCONCLUSIVE`, `NO_ANSWER` followed by a time limit, or another description.
     """
 
@@ -165,10 +154,10 @@ class ProbeReport:
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: str | None) -> "ProbeReport":
         """Return a copy that includes the result of the trial `where` and any problem."""
-        *origin, kind, name = where
-        peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
+        *device, kind, name = where
+        peers = (self.device or DeviceWindows()).peers if device else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
-        report = self.with_device(**{origin[0]: peers}) if origin else replace(self, peers=peers)
+        report = self.with_device(peers=peers) if device else replace(self, peers=peers)
         return report.with_problem(Problem(where, problem)) if problem else report
 
     def with_problem(self, problem: Problem) -> "ProbeReport":

@@ -18,7 +18,7 @@ computing for at least half of the given time after the last measurement.
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -33,8 +33,6 @@ from odc_mpi.runtime.world import World
 
 T = TypeVar("T")
 
-#: Default kind of memory for the buffers at the origin: host memory.
-HOST = "from_host"
 #: Sizes of the large operations in bytes, in the order of the trials.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 #: Maximum number of runs for each large size. The fastest run is used, because the first one may fault in pages.
@@ -105,9 +103,9 @@ class Trials:
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
-        origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
-        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. The default is
-            Get into host memory only. With libfabric's tcp provider, Put may be late, but mailboxes detect this.
+        make_buffer: Function that creates a buffer at the origin with the given content.
+        staleness_tests: Operations to test for staleness. The default is Get only: with libfabric's tcp provider, Put
+            may be late, but mailboxes in host memory detect this.
     """
 
     def __init__(
@@ -117,8 +115,8 @@ class Trials:
         budget: TrialBudget,
         max_bytes: int,
         allocate: Allocate = allocate,
-        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.Buffer},
-        staleness_tests: Collection[tuple[str, str]] = (("get", HOST),),
+        make_buffer: Callable[[np.ndarray], operations.Buffer] = operations.Buffer,
+        staleness_tests: Collection[str] = ("get",),
     ) -> None:
         self._world, self._pairs, self._budget, self._max_bytes = world, pairs, budget, max_bytes
         self._staleness_tests = staleness_tests
@@ -132,25 +130,24 @@ class Trials:
             self._win = self._windows[0]
             self._win.Lock_all(MPI.MODE_NOCHECK)
             self._win.Sync()
-        self._links: dict[tuple[str, str], operations.ProbeLink] = {}
-        for kind, (origin, target) in pairs.items():
-            if world.rank == origin:
-                expected = operations.pattern(num_bytes)
-                for rotation, (memory, make) in enumerate(origins.items()):
-                    self._links[kind, memory] = operations.ProbeLink(self._win, target, expected, make, rotation)
+        self._links = {
+            kind: operations.ProbeLink(self._win, target, num_bytes, make_buffer)
+            for kind, (origin, target) in pairs.items()
+            if world.rank == origin
+        }
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
-    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, str | None]:
+    def run(self, name: str, kind: str) -> tuple[OperationResult, str | None]:
         """Try an operation, and return its result and any problem. Collective.
 
-        `name`, `kind` and `memory` are keys of `report.OPERATION_NAMES`, `pairs` and `origins`, respectively.
+        `name` is a key of `report.OPERATION_NAMES`, and `kind` is a key of `pairs`.
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
         found = None
         with self._world.deadline(what):
             if self._world.rank == origin:
-                found = self._try(self._links[kind, memory], name, target, (name, memory) in self._staleness_tests)
+                found = self._try(self._links[kind], name, target)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
@@ -166,9 +163,7 @@ class Trials:
                 win.Free()
             self._comm.Free()
 
-    def _try(
-        self, link: operations.ProbeLink, name: str, target: int, tests_staleness: bool
-    ) -> tuple[OperationResult, str | None]:
+    def _try(self, link: operations.ProbeLink, name: str, target: int) -> tuple[OperationResult, str | None]:
         is_ticket = name == "fetch_and_op"
         small_bytes = operations.COUNTER_BYTES if is_ticket else operations.SMALL_BYTES
 
@@ -180,7 +175,7 @@ class Trials:
         busy_s, one_sided, is_valid = self._while_busy(run, target, idle_s)
         gb_per_s = small_bytes / idle_s / 1e9 if is_ticket else self._bandwidth(run)
         is_correct = link.is_correct(name)
-        num_reads, num_fresh = self._read_new_values(link, name, target) if tests_staleness else (0, 0)
+        num_reads, num_fresh = self._read_new_values(link, name, target) if name in self._staleness_tests else (0, 0)
         self._send_command(target, stop=True)
         num_fresh_reads = num_fresh if num_reads else None
         if not is_correct or num_fresh < num_reads:
