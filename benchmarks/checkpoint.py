@@ -158,8 +158,8 @@ class State:
         """Read this rank's slices, as a resumed run does."""
         with Checkpoint(self._directory / step_name(1)) as checkpoint:
             weights = CheckpointWeights(checkpoint)
-            for piece, tensor in self.model.slices():
-                tensor.copy_(weights.read(piece.spec.name, piece.start, piece.stop))
+            for tensor_slice, tensor in self.model.slices():
+                tensor.copy_(weights.read(tensor_slice.spec.name, tensor_slice.start, tensor_slice.stop))
             self._state.restore(checkpoint)
 
     def read_dcp(self) -> None:
@@ -173,7 +173,7 @@ class State:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
             os.sync()
 
-    def forget(self) -> None:
+    def drop_page_cache(self) -> None:
         """Drop this node's page cache of the files."""
         for path in self._directory.rglob("*"):
             if path.is_file():
@@ -188,7 +188,7 @@ class State:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by names that no other rank has."""
-        own = {f"{self._world.rank}/{piece.spec.name}": tensor for piece, tensor in self.model.slices()}
+        own = {f"{self._world.rank}/{tensor_slice.spec.name}": tensor for tensor_slice, tensor in self.model.slices()}
         for name, parameter in self.model.named_shard_parameters():
             for key in ("exp_avg", "exp_avg_sq") if parameter.numel() else ():
                 own[f"{self._world.rank}/{key}/{name}"] = self.optimizer.state[parameter][key]
@@ -218,7 +218,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
             write, remove = getattr(state, f"write_{name}"), partial(state.remove, name)
             timed[f"write_{name}"] = partial(_time, world, write, remove)
         for name in names:
-            timed[f"read_{name}"] = partial(_time, world, getattr(state, f"read_{name}"), state.forget)
+            timed[f"read_{name}"] = partial(_time, world, getattr(state, f"read_{name}"), state.drop_page_cache)
         with gloo_process_group(world) if one_node else nullcontext():
             seconds: dict[str, list[float]] = interleaved(timed, repeats)
     finally:

@@ -110,11 +110,11 @@ def main() -> int:
     given = parser.parse_args()
     world = World(timeout_s=given.timeout_s, limit="--timeout-s")
 
-    def report(result: dict[str, Any], doing: str = "") -> None:
+    def report(result: dict[str, Any], operation: str = "") -> None:
         if world.rank == 0 and any(result[key] for key in ("sizes", "kernels", "step", "ranks")):
             print(json.dumps(result), flush=True)
-        if doing:
-            make_progress_printer(world.rank)(doing)
+        if operation:
+            make_progress_printer(world.rank)(operation)
 
     result: dict[str, Any] = {}
 
@@ -137,7 +137,7 @@ def _find(host_rank: int) -> Device:
 
 
 def measure(
-    world: World, device: Device, options: Options, report: ReportFunction = lambda result, doing: None
+    world: World, device: Device, options: Options, report: ReportFunction = lambda result, operation: None
 ) -> dict[str, Any]:
     """Measure all parts. Collective.
 
@@ -154,7 +154,7 @@ def measure(
         RuntimeError: A result is wrong.
     """
     before = os.getloadavg()[0]
-    against = gpu_windows.reduction_objections(world, device, options.window_device)
+    objections = gpu_windows.reduction_objections(world, device, options.window_device)
     devices = sorted(set(world.gather_objects(device.name)))
     with ExitStack() as stack:
         configs = world.run_on_all(lambda: _configurations(options, stack) if world.rank == 0 else {})
@@ -162,21 +162,21 @@ def measure(
         part = _Parts(world, device, options, world.gather_objects(configs)[0], report)
         part.result = {
             **header(world, "gpu", before, repeats=options.repeats, devices=devices, torch=torch.__version__),
-            "left_out": gpu_windows.left_out(against),
+            "left_out": gpu_windows.left_out(objections),
             "sizes": [],
             "kernels": [],
             "step": None,
             "ranks": None,
         }
-        proved = [name for name in REDUCTIONS if name not in against]
+        usable = [name for name in REDUCTIONS if name not in objections]
         measured = {"bandwidths": part.bandwidths, "kernels": part.kernels, "step": part.step, "ranks": part.ranks}
         for name in PARTS:
             if name in options.parts:
                 measured[name]()
             else:
                 part.result["left_out"][name] = "not requested (--parts)"
-        if proved and "bandwidths" in options.parts:
-            part.bandwidths(proved)
+        if usable and "bandwidths" in options.parts:
+            part.bandwidths(usable)
         if "step" in options.parts:
             part.step(on_device=True)
         if "ranks" in options.parts:
@@ -261,7 +261,7 @@ class _Parts:
             options, config = self._options, self._configs["ranks"]
             try:
                 measured = gpu_ranks.measure(
-                    self._world, config, self._device, names, options.steps, options.repeats, self._say
+                    self._world, config, self._device, names, options.steps, options.repeats, self._report_progress
                 )
             except AllRanksUserError as error:
                 failure = f"failed: {error}"
@@ -277,16 +277,22 @@ class _Parts:
 
     def _steps(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the entry `step`."""
-        with self._world.split("self") as alone:
-            if names != [gpu_step.HOST] and (reason := self._objection(alone)):
+        with self._world.split("self") as self_world:
+            if names != [gpu_step.HOST] and (reason := self._objection(self_world)):
                 raise OmittedError(reason)
             options = self._options
             torch.set_num_threads(self._threads)
             return gpu_step.measure(
-                alone, self._configs["step"], self._device, names, options.steps, options.repeats, self._say
+                self_world,
+                self._configs["step"],
+                self._device,
+                names,
+                options.steps,
+                options.repeats,
+                self._report_progress,
             )
 
-    def _say(self, what: str) -> None:
+    def _report_progress(self, what: str) -> None:
         self._report(self.result, what)
 
     def _objection(self, world: World) -> str | None:
@@ -297,12 +303,12 @@ class _Parts:
             decision = decide_for(world, device="cuda", window_device=self._options.window_device)
         except UserError as error:
             return str(error)
-        made = decision.window_device
-        assert made is not None
-        if made.value == "cpu":
-            return f"on {world.size} ranks: {made.reason}"
-        troubles = world.gather_objects(allocation_error(self._device, gpu_windows.MIN_BYTES))
-        return next((trouble for trouble in troubles if trouble), None)
+        choice = decision.window_device
+        assert choice is not None
+        if choice.value == "cpu":
+            return f"on {world.size} ranks: {choice.reason}"
+        errors = world.gather_objects(allocation_error(self._device, gpu_windows.MIN_BYTES))
+        return next((trouble for trouble in errors if trouble), None)
 
     def _keep(self, name: str, measured: Any, failure: str | None, on_device: bool = False) -> None:
         """Add an entry to the result, or the reason why it is missing, and free memory."""

@@ -77,14 +77,14 @@ class Tasks:
         self._num_shards = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         ours = [""] if with_kernels else []
         adds = {TORCH: native.add_segments_with_torch_, "": native.add_segments_}
-        lays = {TORCH: native.flatten_with_torch, "": native.flatten}
+        flattens = {TORCH: native.flatten_with_torch, "": native.flatten}
         self.by_name: dict[str, Task] = {COPY: self._copy()}
         for kind, dtype in TYPES.items():
             slots = [self._segments([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
             gradients = [self._segments(cut(self._numel), dtype) for _ in range(self._num_shards)]
             for who in (*ours, TORCH):
                 self.by_name[f"add_{kind}{who}"] = self._add(slots, adds[who])
-                self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, lays[who])
+                self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, flattens[who])
 
     def _shards(self, value: float) -> list[torch.Tensor]:
         return [torch.full((self._numel,), value, device=self._device) for _ in range(self._num_shards)]
@@ -124,16 +124,16 @@ class Tasks:
 
         def is_right() -> bool:
             expected = torch.zeros(self._numel, device=self._device)
-            for start, piece in gradients[0]:
-                expected[start : start + piece.numel()] = piece
+            for start, segment in gradients[0]:
+                expected[start : start + segment.numel()] = segment
             return torch.equal(flats[0], expected) and float(largest[0]) == len(gradients[0])
 
         moved = 4 * self._numel + _bytes(gradients[0])
         return Task([partial(operation, i) for i in range(self._num_shards)], moved, is_right)
 
 
-def _bytes(pieces: Sequence[native.Segment]) -> int:
-    return sum(piece.nbytes for _, piece in pieces)
+def _bytes(segments: Sequence[native.Segment]) -> int:
+    return sum(segment.nbytes for _, segment in segments)
 
 
 def cut(numel: int) -> list[tuple[int, int]]:

@@ -114,8 +114,8 @@ def measure(setup: Setup, parts: list[str], result: dict[str, Any]) -> None:
     result["left_out"] = {}
     for name in parts:
         try:
-            with setup.world.split("self") as alone:  # frees all memory, also after an error
-                result[name] = PARTS[name](replace(setup, world=alone))
+            with setup.world.split("self") as self_world:  # frees all memory, also after an error
+                result[name] = PARTS[name](replace(setup, world=self_world))
         except Exception as error:  # the others are measured all the same
             result["left_out"][name] = f"failed: {type(error).__name__}: {one_line_message(error)}"
         print(json.dumps(result), flush=True)

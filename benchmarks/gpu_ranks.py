@@ -53,10 +53,10 @@ def measure(
     """
     torch.set_num_threads(config.run.threads or world.cores_per_rank())
     config = replace(config, optim=replace(config.optim, learning_rate=0.0))
-    with world.split("self") as alone:
+    with world.split("self") as self_world:
         contenders = Contenders(world, device, lambda line: report(f"ranks, {line}"))
         contenders.add(PLAIN, lambda: contenders.plain(config))
-        contenders.add(APART, partial(contenders.trainer, APART, config, alone, **COMM[DEVICE]))
+        contenders.add(APART, partial(contenders.trainer, APART, config, self_world, **COMM[DEVICE]))
         for name in names:
             contenders.add(name, partial(contenders.trainer, name, config, world, **COMM[name]))
         return run(contenders, config, steps, repeats)

@@ -56,7 +56,7 @@ TINY_SIZES = Sizes(4, 6, 12, 12, 64, 128, 2, 4)
 TINY_SIZES = Sizes(4, 6, 12, 12, 64, 128, 2, 4)
 
 
-class Host:
+class HostDevice:
     """Stands in for a GPU where the script is checked without one."""
 
     torch_device = torch.device("cpu")
@@ -66,7 +66,7 @@ class Host:
         """Return memory, `[num_bytes]` uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def record_event(self) -> "Host":
+    def record_event(self) -> "HostDevice":
         """Return an event, which has happened."""
         return self
 
@@ -143,7 +143,7 @@ def prepare(
             config = transformers.AutoConfig.from_pretrained(own)
         yield Setup(
             world,
-            device or cast(Device, Host()),
+            device or cast(Device, HostDevice()),
             kind,
             folder,
             own,

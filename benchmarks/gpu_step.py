@@ -122,7 +122,7 @@ def write_data(path: Path) -> None:
 
 
 def measure(
-    alone: World,
+    self_world: World,
     config: Config,
     device: Device,
     names: Sequence[str],
@@ -133,7 +133,7 @@ def measure(
     """Train with plain torch and with odc_mpi on one rank. Does not communicate.
 
     Args:
-        alone: World of this rank only; close it afterward to free the remaining memory.
+        self_world: World of this rank only; close it afterward to free the remaining memory.
         config: Configuration from `comparable`.
         names: Contenders of odc_mpi, keys of `COMM`.
         steps: Minibatches per round.
@@ -146,12 +146,12 @@ def measure(
     Raises:
         UserError: Settings, data and model do not match, or memory is insufficient for plain torch.
     """
-    assert alone.size == 1
-    torch.set_num_threads(config.run.threads or alone.cores_per_rank())
-    contenders = Contenders(alone, device, lambda line: report(f"steps, {line}"))
+    assert self_world.size == 1
+    torch.set_num_threads(config.run.threads or self_world.cores_per_rank())
+    contenders = Contenders(self_world, device, lambda line: report(f"steps, {line}"))
     contenders.add(PLAIN, lambda: contenders.plain(config))
     for name in names:
-        contenders.add(name, partial(contenders.trainer, name, config, alone, **COMM[name]))
+        contenders.add(name, partial(contenders.trainer, name, config, self_world, **COMM[name]))
     return run(contenders, config, steps, repeats)
 
 

@@ -93,9 +93,9 @@ class DeviceUnits:
         self.variants = world.run_on_all(lambda: in_memory(self._copies))
         self.links: dict[str, str] = {}
         for name in REDUCTIONS:
-            in_place = name == "mailbox"
-            host = window_transport(world, zero_copy=in_place, reduction=name)
-            self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
+            zero_copy = name == "mailbox"
+            host_windows = window_transport(world, zero_copy=zero_copy, reduction=name)
+            self._add(staged(host_windows, device), "fetch_host_in_place" if zero_copy else "fetch_host", "host", name)
         if mapped:
             transport = window_transport(world, device=device, mapped=True, reduction="mailbox")
             self._add(transport, "fetch_mapped", "mapped", "mailbox")
@@ -125,14 +125,14 @@ class DeviceUnits:
             _TO_HOST: self._copy(landed, sources, 1.0, filled),
         }
 
-    def _flat(self, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        return memory(self._layout.numel * 4).view(torch.float32)
+    def _flat(self, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        return allocate(self._layout.numel * 4).view(torch.float32)
 
     def _copy(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, after: torch.cuda.Event
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, wait_for: torch.cuda.Event
     ) -> Variant:
         def copy(i: int) -> None:
-            self._last = self._device.copy(targets[i], sources[i], after)
+            self._last = self._device.copy(targets[i], sources[i], wait_for)
 
         def finish() -> None:
             self._last.synchronize()
@@ -219,7 +219,7 @@ def sized_rounds(
     repeats: int,
     sample_s: float,
     most: int,
-    agree: Callable[[dict[str, list[float]]], dict[str, list[float]]] = lambda times: times,
+    combine: Callable[[dict[str, list[float]]], dict[str, list[float]]] = lambda times: times,
 ) -> dict[str, list[float]]:
     """Measure variants in rounds, with as many consecutive operations as take about `sample_s`.
 
@@ -230,15 +230,15 @@ def sized_rounds(
         repeats: Number of rounds.
         sample_s: Seconds of a sequence of operations.
         most: Maximum number of operations of a sequence.
-        agree: Makes the times the same on every rank.
+        combine: Makes the times the same on every rank.
 
     Returns:
         Seconds of an operation in each round.
     """
     # The first sequence touches memory for the first time: the second one determines the length of the others.
-    first = agree(interleaved({name: partial(sample, 1) for name, sample in samples.items()}, 2))
+    first = combine(interleaved({name: partial(sample, 1) for name, sample in samples.items()}, 2))
     rows = {name: partial(sample, times_in(first[name][-1], sample_s, most)) for name, sample in samples.items()}
-    return agree(interleaved(rows, repeats))
+    return combine(interleaved(rows, repeats))
 
 
 def in_memory(allocate: Callable[[], Any]) -> Any:
@@ -258,19 +258,19 @@ def in_memory(allocate: Callable[[], Any]) -> Any:
 
 def _sample(world: World, variant: Variant, times: int) -> float:
     world.wait_collective(world.comm.Ibarrier(), "starting a sequence of operations")
-    taken = seconds(variant.operations, times, variant.finish)
+    seconds_per_operation = seconds(variant.operations, times, variant.finish)
     variant.proceed()
-    return taken
+    return seconds_per_operation
 
 
 def reduction_objections(world: World, device: Device, window_device: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
     kept = load_device_report(world, device)
-    against = judge(kept if kept is not None else environment_report(world), window_device)
-    if len(against) == len(REDUCTIONS):
-        return against
-    troubles = [trouble for trouble in world.gather_objects(allocation_error(device, MIN_BYTES)) if trouble]
-    return dict.fromkeys(REDUCTIONS, troubles[0]) if troubles else against
+    objections = judge(kept if kept is not None else environment_report(world), window_device)
+    if len(objections) == len(REDUCTIONS):
+        return objections
+    errors = [error for error in world.gather_objects(allocation_error(device, MIN_BYTES)) if error]
+    return dict.fromkeys(REDUCTIONS, errors[0]) if errors else objections
 
 
 def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
@@ -278,20 +278,22 @@ def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
     if window_device == "cpu":
         return dict.fromkeys(REDUCTIONS, SET)
     if window_device == "auto":
-        proof = summarize(report)
-        return dict.fromkeys(REDUCTIONS, proof.objection) if proof.objection else dict(proof.reduction_objections)
+        findings = summarize(report)
+        return (
+            dict.fromkeys(REDUCTIONS, findings.objection) if findings.objection else dict(findings.reduction_objections)
+        )
     # Requested unconditionally; but the benchmark ends if an operation delivers wrong data.
-    against = {}
+    objections = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
             if any(report.wrong_data("device", kind, needed) for needed in (operation, "get")):
-                against[name] = "in odc-mpi doctor it delivered wrong data"
-    return against
+                objections[name] = "in odc-mpi doctor it delivered wrong data"
+    return objections
 
 
-def left_out(against: dict[str, str]) -> dict[str, str]:
+def left_out(objections: dict[str, str]) -> dict[str, str]:
     """Return the variants that need windows on devices and have none, each with the reason."""
-    reasons = {f"push_device_{name}": reason for name, reason in against.items()}
-    if len(against) == len(REDUCTIONS):
-        reasons = {"fetch_device": next(iter(against.values())), **reasons}
+    reasons = {f"push_device_{name}": reason for name, reason in objections.items()}
+    if len(objections) == len(REDUCTIONS):
+        reasons = {"fetch_device": next(iter(objections.values())), **reasons}
     return reasons

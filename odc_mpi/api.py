@@ -121,7 +121,7 @@ def shard_model(
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         settings = decision.settings
         inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
-        # With a GPU, the caches of a rank are there, and not on the host.
+        # With a GPU, the caches of a rank are in GPU memory, not in host memory.
         caches: CacheSizes = sizes if computing is None else ("auto", "auto")
         fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
@@ -170,7 +170,7 @@ def decide_for(
             which needs no probe and requires the default values of `zero_copy` through `device`.
         zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
             "off" to copy them.
-        reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
+        reduction: Method of adding gradients to other ranks' shards: "accumulate" for MPI_Accumulate, "mailbox" for
             MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
         progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
         window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".

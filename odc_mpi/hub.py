@@ -93,15 +93,15 @@ def resolve_model_path(
         downloads: True on one rank per node, which downloads the model for all ranks on the node.
         report: Function that is called with lines of text about the progress of the download.
     """
-    found = _find(path, weights)
-    if None not in gather(found):
-        assert found is not None
-        return found
+    local_path = _find(path, weights)
+    if None not in gather(local_path):
+        assert local_path is not None
+        return local_path
     # Imported late: only needed for names.
     from huggingface_hub import is_offline_mode
 
     download = None
-    if found is None and downloads and not is_offline_mode():
+    if local_path is None and downloads and not is_offline_mode():
         download = _Download(path, weights, report)
     try:
         # Every rank takes part until all downloads have ended, so no rank waits for others longer than one poll.
@@ -109,17 +109,17 @@ def resolve_model_path(
             time.sleep(_POLL_S)
     finally:
         problem = download.close() if download else None
-    found = _find(path, weights)
+    local_path = _find(path, weights)
     missing = f"the repository lacks {'safetensors of all weights' if weights else 'a tokenizer'}"
     problem = problem or ("HF_HUB_OFFLINE is set" if is_offline_mode() else missing)
-    problems = [each for each in gather(None if found else problem) if each]
+    problems = [each for each in gather(None if local_path else problem) if each]
     if problems:
         raise AllRanksUserError(
             f"{setting}: expected a directory, or a model of the Hugging Face Hub in the cache, got {path!r}, which is "
             f"neither and cannot be downloaded ({problems[0]}): correct it{download_hint(path)}"
         )
-    assert found is not None
-    return found
+    assert local_path is not None
+    return local_path
 
 
 class _Download:

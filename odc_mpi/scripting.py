@@ -66,8 +66,10 @@ def train(
         TrainingError: Training cannot continue, for example because of non-finite gradients.
         StoppedError: A stop was requested, for example by a signal. If training had begun, a checkpoint was saved.
     """
-    given = {"model": model, "data": data}
-    sections = {name: value if isinstance(value, Mapping) else {"path": value} for name, value in given.items()}
+    model_and_data = {"model": model, "data": data}
+    sections = {
+        name: value if isinstance(value, Mapping) else {"path": value} for name, value in model_and_data.items()
+    }
     with nullcontext(world) if world else _new_world() as ranks, RankLog(launched_rank()) as log:
         config = ranks.run_on_all(lambda: configuration.load_mapping(_plain({**sections, **settings}), "odc_mpi.train"))
         # Imported late: invalid settings are reported before torch and transformers are imported.

@@ -49,7 +49,7 @@ MAY_SEE = {
     "__init__": set(),
 }
 #: These know nothing of the project but `ROOT`, not even their own folder.
-ALONE = {
+ROOT_ONLY = {
     *("comm.layout", "comm.buffers", "data.plan.cost", "data.plan.partition", "data.readers.stdlib"),
     *("runtime.deadline", "runtime.lateness", "runtime.start.pmi"),
     *("probe.report", "probe.gpu", "cli.mpiexec", "simulate.events"),
@@ -124,7 +124,7 @@ def own_modules():
 def test_arrows_run_one_way(path):
     own = module_name(path)
     folder = own.split(".")[0]
-    allowed = MAY_SEE[folder] | ROOT | (set() if own in ALONE else SEE_ALSO.get(own, {folder}))
+    allowed = MAY_SEE[folder] | ROOT | (set() if own in ROOT_ONLY else SEE_ALSO.get(own, {folder}))
     for module in find_imports(path):
         if module in own_modules() and module != "odc_mpi":
             target = module.removeprefix("odc_mpi.")

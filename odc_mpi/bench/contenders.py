@@ -57,8 +57,8 @@ def run_rounds(
     Returns the rounds of each contender, beginning with the warm-up. The result is the same on all ranks.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
-    titles = ["warm-up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
-    return interleaved(runs, repeats + 1, lambda turn, name: report(f"{titles[turn]}: {name}"))
+    titles = ["warm-up", *(f"round {number} of {repeats}" for number in range(1, repeats + 1))]
+    return interleaved(runs, repeats + 1, lambda number, name: report(f"{titles[number]}: {name}"))
 
 
 def _round(world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object]) -> Round:
@@ -72,7 +72,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
     synchronize()
     seconds = slowest_s(world, name, train)
     results_of_ranks = world.gather_objects(results)
-    losses = [sum(loss for loss, _ in turn) for turn in zip(*results_of_ranks, strict=True)]
+    losses = [sum(loss for loss, _ in minibatch) for minibatch in zip(*results_of_ranks, strict=True)]
     return Round(seconds, sum(tokens for _, tokens in results_of_ranks[0]), losses)
 
 
@@ -82,7 +82,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
     `rounds` must be the same on all ranks. Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is
     not finite.
     """
-    deviations = {name: deviation(own, rounds[reference]) for name, own in rounds.items()}
+    deviations = {name: deviation(of_contender, rounds[reference]) for name, of_contender in rounds.items()}
     worst = max(deviations, key=lambda name: deviations[name])
     if math.isinf(deviations[worst]):
         raise AllRanksUserError(

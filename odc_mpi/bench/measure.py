@@ -23,7 +23,9 @@ DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
+    variants: Mapping[str, Callable[[], T]],
+    repeats: int,
+    on_call: Callable[[int, str], None] = lambda round_number, name: None,
 ) -> dict[str, list[T]]:
     """Call every variant once per round, so that a temporary slowdown of the machine affects all variants alike.
 
@@ -31,16 +33,16 @@ def interleaved(
     called before each variant with the index of the round and the name. Returns each variant's results by round.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
-    for turn in range(repeats):
-        for name in rotate(list(variants), turn):
-            on_call(turn, name)
+    for round_number in range(repeats):
+        for name in rotate(list(variants), round_number):
+            on_call(round_number, name)
             results[name].append(variants[name]())
     return results
 
 
-def rotate(names: Sequence[str], turn: int) -> list[str]:
-    """Return a copy of `names`, rotated left by `turn` places."""
-    first = turn % len(names)
+def rotate(names: Sequence[str], count: int) -> list[str]:
+    """Return a copy of `names`, rotated left by `count` positions."""
+    first = count % len(names)
     return [*names[first:], *names[:first]]
 
 

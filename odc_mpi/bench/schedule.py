@@ -7,7 +7,7 @@ duration multiplied by a scale. Sleeping ranks can share a core. Units are small
     one microbatch     for each unit: fetch it and sleep; then, for each unit in reverse order: fetch it, sleep twice as
                        long, and push a gradient
     one minibatch      all ranks begin at the same time; the time ends when the slowest rank has published parameters
-    one round          all schedules run the same minibatch, one after the other, in an order that rotates
+    one round          all schedules run the same minibatch, sequentially, in an order that rotates
 
 Results have the same keys as those of the simulator, with times divided by the scale. Schedules with split sequences
 are only simulated, because their chunks wait for keys and values, which are not computed here.
@@ -73,20 +73,20 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
         "collective": Runner(world, collective_transport(world), scenario.num_units),
     }
     samples: dict[str, list[MeasuredTiming]] = {name: [] for name in MEASURED}
-    for turn, minibatch in enumerate(minibatches):
-        report(f"minibatch {turn + 1} of {len(minibatches)}")
-        for name in rotate(MEASURED, turn):
+    for number, minibatch in enumerate(minibatches):
+        report(f"minibatch {number + 1} of {len(minibatches)}")
+        for name in rotate(MEASURED, number):
             transport, balance = name.split("/")
             samples[name].append(runners[transport].run(minibatch, plan(minibatch, balance), scale))
     for runner in runners.values():
         runner.close()
     tickets.close()
     timings_of_ranks = world.gather_objects(samples)
-    turns = range(len(minibatches))
+    numbers = range(len(minibatches))
     return summarize(
         scenario,
         {
-            name: [max(timings[name][turn].end_s for timings in timings_of_ranks) / scale for turn in turns]
+            name: [max(timings[name][number].end_s for timings in timings_of_ranks) / scale for number in numbers]
             for name in MEASURED
         },
         {
@@ -159,13 +159,13 @@ class Runner:
     def _microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
         """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
         rank = self._world.rank
-        own = plan.microbatches[rank]
+        assigned = plan.microbatches[rank]
         if self._tickets is None:
-            for microbatch in islice(chain(own, repeat(())), max(map(len, plan.microbatches))):
+            for microbatch in islice(chain(assigned, repeat(())), max(map(len, plan.microbatches))):
                 yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
             return
         claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
-        for k, microbatch in enumerate(chain(filter(None, own), claimed)):
+        for k, microbatch in enumerate(chain(filter(None, assigned), claimed)):
             yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
 
     def _run(self, sleeper: "Sleeper", microbatch: TimedMicrobatch, scale: float) -> None:

@@ -208,10 +208,10 @@ def idle() -> tuple[float, int]:
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
     """Return the speeds and relative speeds of all contenders, excluding the warm-up, and the losses of FSDP2."""
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
-    seconds = {name: [done.seconds / ranks[name] for done in own[1:]] for name, own in rounds.items()}
+    seconds = {name: [each.seconds / ranks[name] for each in of_contender[1:]] for name, of_contender in rounds.items()}
     spreads = {
-        name: quartiles([ranks[name] * done.num_tokens / done.seconds for done in own[1:]])
-        for name, own in rounds.items()
+        name: quartiles([ranks[name] * each.num_tokens / each.seconds for each in of_contender[1:]])
+        for name, of_contender in rounds.items()
     }
     return {
         "tokens_per_s": {name: spread["median"] for name, spread in spreads.items()},
@@ -220,5 +220,5 @@ def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str,
             f"ratio_to_{reference}": {name: ratio(seconds[reference], times) for name, times in seconds.items()}
             for reference in (BASELINE, CEILING)
         },
-        "losses": [loss for done in rounds[BASELINE] for loss in done.losses],
+        "losses": [loss for each in rounds[BASELINE] for loss in each.losses],
     }

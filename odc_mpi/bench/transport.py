@@ -1,6 +1,6 @@
 """Benchmark that compares the speed of fetches and pushes with that of memcpy and MPI collectives.
 
-Unit sizes are measured one after the other. A measurement cycles through several units, as training does, so that none
+Unit sizes are measured sequentially. A measurement cycles through several units, as training does, so that none
 stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
 parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact, and
 the results of all variants are checked.

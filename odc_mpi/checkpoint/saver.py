@@ -41,7 +41,7 @@ class BackgroundTask(threading.Thread, Generic[T]):
         """Call the function."""
         with suppress(Exception):
             self.result = self._function()
-        del self._function  # with what it captured, such as the copied state
+        del self._function  # with the objects it captured, such as the copied state
 
 
 class _PendingCheckpoint(NamedTuple):

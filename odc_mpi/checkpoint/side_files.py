@@ -64,15 +64,15 @@ class SideFiles:
         if not self._tokenizers:
             return {}
         size = config.get("vocab_size") or float("inf")  # torch refuses a pad token beyond the embedding
-        kept = dict(defaults) if self._base else {}
+        base_ids = dict(defaults) if self._base else {}
         ends = [end for each in self._tokenizers for end in (each.eos_token_id, end_of_turn_token(each))]
-        known = kept.get("eos_token_id")
-        ends += known if isinstance(known, list) else [known]
+        base_ends = base_ids.get("eos_token_id")
+        ends += base_ends if isinstance(base_ends, list) else [base_ends]
         eos = [token for token in dict.fromkeys(ends) if token is not None and token < size]
         tokens: dict[str, Any] = {"eos_token_id": eos if len(eos) > 1 else next(iter(eos), None)}
         for key in ("bos_token_id", "pad_token_id"):
             token = getattr(self._tokenizers[0], key)
-            tokens[key] = kept.get(key) if token is None or token >= size else token
+            tokens[key] = base_ids.get(key) if token is None or token >= size else token
         return tokens
 
 

@@ -132,7 +132,7 @@ class TrainingState:
 
     def _slices(self) -> dict[str, tuple[int, int]]:
         """Map the name of each parameter to the start and stop of this rank's slice."""
-        return {piece.spec.name: (piece.start, piece.stop) for piece, _ in self._model.slices()}
+        return {part.spec.name: (part.start, part.stop) for part, _ in self._model.slices()}
 
     def _model_ranges(self) -> Iterator[TensorRange]:
         for tensor_slice, tensor in self._model.slices():
@@ -157,9 +157,9 @@ class TrainingState:
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
         """Kind of each parameter, and rank, start and stop of each of its non-empty slices, keyed by parameter name."""
         return {
-            whole.spec.name: ("trainable" if layout.trainable else "frozen", layout.owners(whole))
+            parameter.spec.name: ("trainable" if layout.trainable else "frozen", layout.owners(parameter))
             for layout in self._model.layouts
-            for whole in layout.ranges
+            for parameter in layout.ranges
         }
 
     def _copy(self, original: TensorRange) -> ShardEntry:
@@ -185,8 +185,8 @@ class CheckpointWeights:
         tensors = self._checkpoint.manifest.tensors
         if self._base is not None and f"{MODEL}/{name}" not in tensors:
             return self._base.read(name, start, stop)
-        own = f"{self._prefix}{MODEL}/{name}"
-        return read_for_resume(self._checkpoint, own if own in tensors else f"{MODEL}/{name}", start, stop)
+        path = f"{self._prefix}{MODEL}/{name}"
+        return read_for_resume(self._checkpoint, path if path in tensors else f"{MODEL}/{name}", start, stop)
 
 
 @torch.no_grad()

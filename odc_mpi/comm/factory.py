@@ -53,7 +53,7 @@ def window_transport(
     Args:
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
         mapped: If True, the ranks are on one node and map each other's device memory. Requires `device`.
-        zero_copy: If True, ranks on the same node read each other's parameter shards in place. Ignored with a device.
+        zero_copy: If True, ranks on the same node load each other's parameter shards directly. Ignored with a device.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
             `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island spans several nodes, with
             several of its ranks on this node.

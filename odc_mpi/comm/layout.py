@@ -124,20 +124,24 @@ class FlatLayout:
         """Return a rank's slice of each parameter, in the order of `ranges`. Slices may be empty."""
         first, last = self.owned(rank)
         slices = []
-        for whole in self.ranges:
-            start = min(max(first, whole.start), whole.stop)
-            stop = max(start, min(last, whole.stop))
-            slices.append(Slice(whole.spec, start - whole.start, stop - whole.start, max(start - first, 0)))
+        for parameter in self.ranges:
+            start = min(max(first, parameter.start), parameter.stop)
+            stop = max(start, min(last, parameter.stop))
+            slices.append(Slice(parameter.spec, start - parameter.start, stop - parameter.start, max(start - first, 0)))
         return tuple(slices)
 
-    def owners(self, whole: ParameterRange) -> tuple[tuple[int, int, int], ...]:
+    def owners(self, parameter: ParameterRange) -> tuple[tuple[int, int, int], ...]:
         """Return `(rank, start, stop)` for each non-empty slice of a parameter, in element order."""
-        shards = range(whole.start // self.shard_numel, -(-whole.stop // self.shard_numel)) if whole.spec.numel else ()
+        shards = (
+            range(parameter.start // self.shard_numel, -(-parameter.stop // self.shard_numel))
+            if parameter.spec.numel
+            else ()
+        )
         island_size = self.num_owners // self.num_islands
         ranks = (shard % self.num_islands * island_size + shard // self.num_islands for shard in shards)
         bounds = [(rank, *self.owned(rank)) for rank in ranks]
         return tuple(
-            (rank, max(first, whole.start) - whole.start, min(last, whole.stop) - whole.start)
+            (rank, max(first, parameter.start) - parameter.start, min(last, parameter.stop) - parameter.start)
             for rank, first, last in bounds
         )
 

@@ -1,6 +1,6 @@
 """Progress thread that lets other ranks' one-sided operations complete while this rank computes.
 
-Where MPI implements one-sided operations with messages, as between hosts over TCP, they complete only when a thread of
+If MPI implements one-sided operations with messages, as between hosts over TCP, they complete only when a thread of
 the target enters MPI. The progress thread therefore probes a separate communicator for a message that never arrives,
 because each probe drives MPI's progress engine. The thread also adds the gradients in this rank's mailbox to its
 shards.

@@ -13,7 +13,8 @@ import torch
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
 
-#: Elements of a host's window: number of positions drawn, and number of other nodes known to be out of tickets.
+#: Elements of the window at a node's counter: number of positions drawn, and number of other nodes known to be out of
+#: tickets.
 _DRAWN, _EMPTY = range(2)
 
 
@@ -38,27 +39,27 @@ class Tickets:
         """
         while (position := self._next(self._world.node)) < count:
             yield position
-        host = self._host(self._world.node)
-        while (num_empty := self._num_empty(host)) < len(self._others):
+        target = self._counter_rank(self._world.node)
+        while (num_empty := self._num_empty(target)) < len(self._others):
             position = self._next(self._others[num_empty])
             if position < count:
                 yield position
             else:
                 # If this overwrites another rank's larger number, an empty node is asked again, which is harmless.
-                with self._world.deadline("recording which nodes have tickets left", [host]):
-                    self._window.atomic_store(host, _EMPTY, num_empty + 1)
+                with self._world.deadline("recording which nodes have tickets left", [target]):
+                    self._window.atomic_store(target, _EMPTY, num_empty + 1)
 
     def reset(self) -> None:
         """Set the counters hosted by this rank, if any, to zero. One-sided.
 
         All ranks call this between `complete_gradients` and `publish_parameters`, while no rank is drawing.
         """
-        host = self._host(self._world.node)
-        if self._world.rank == host:
+        target = self._counter_rank(self._world.node)
+        if self._world.rank == target:
             # Atomic like the draws: where network cards do the addition, a plain store may stay in the CPU cache.
-            with self._world.deadline("setting the ticket counters to zero", [host]):
-                self._window.atomic_store(host, _DRAWN, 0)
-                self._window.atomic_store(host, _EMPTY, 0)
+            with self._world.deadline("setting the ticket counters to zero", [target]):
+                self._window.atomic_store(target, _DRAWN, 0)
+                self._window.atomic_store(target, _EMPTY, 0)
 
     def close(self) -> None:
         """Free the counters. Collective. Idempotent."""
@@ -69,15 +70,15 @@ class Tickets:
             self._world.cancel_on_close(self.close)
 
     def _next(self, node: int) -> int:
-        host, offsets = self._host(node), self._offsets[node]
-        with self._world.deadline("drawing a ticket", [host]):
-            num_drawn = self._window.fetch_and_add(host, _DRAWN, 1)
+        target, offsets = self._counter_rank(node), self._offsets[node]
+        with self._world.deadline("drawing a ticket", [target]):
+            num_drawn = self._window.fetch_and_add(target, _DRAWN, 1)
         cycle, i = divmod(num_drawn, len(offsets))
         return cycle * self._world.size + offsets[i]
 
-    def _num_empty(self, host: int) -> int:
-        with self._world.deadline("reading which nodes have tickets left", [host]):
-            return self._window.atomic_read(host, _EMPTY)
+    def _num_empty(self, target: int) -> int:
+        with self._world.deadline("reading which nodes have tickets left", [target]):
+            return self._window.atomic_read(target, _EMPTY)
 
-    def _host(self, node: int) -> int:
+    def _counter_rank(self, node: int) -> int:
         return self._offsets[node][0]

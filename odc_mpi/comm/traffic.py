@@ -7,8 +7,8 @@ import numpy as np
 from odc_mpi.comm.layout import ranges_by_owner
 from odc_mpi.comm.transport import Transport
 
-#: Places where other ranks can be: on this rank's node, or on other nodes.
-PLACES = ("same_node", "other_nodes")
+#: Locations of other ranks: on this rank's node, or on other nodes.
+LOCATIONS = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
@@ -19,10 +19,10 @@ class TrafficCounter:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        # Bytes fetched and bytes pushed since the last call of `bytes_since_last_call`, each by `PLACES`.
-        self._bytes = np.zeros((2, len(PLACES)), dtype=np.int64)
+        # Bytes fetched and bytes pushed since the last call of `bytes_since_last_call`, each by `LOCATIONS`.
+        self._bytes = np.zeros((2, len(LOCATIONS)), dtype=np.int64)
         # Few different ranges are counted, but each may have a thousand owners.
-        self._by_owner = functools.cache(self._by_place)
+        self._by_owner = functools.cache(self._by_location)
 
     def add_fetch(self, index: int) -> None:
         """Count the bytes that a fetch of array `index` transfers from other ranks."""
@@ -34,23 +34,23 @@ class TrafficCounter:
         self._bytes[1] += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes fetched, then those pushed, since the last call, by `PLACES`. Call once per minibatch."""
+        """Return the bytes fetched, then those pushed, since the last call, by `LOCATIONS`. Call once per minibatch."""
         cache = self._transport.node_cache
         for index in cache.take_shared_fetches() if cache else ():
             self._bytes[0] -= self._bytes_of(index)
         if self._transport.exchange:
             self._bytes += self._exchanged
-        taken = self._bytes.ravel().tolist()
+        num_bytes = self._bytes.ravel().tolist()
         self._bytes[:] = 0
-        return taken
+        return num_bytes
 
     def _bytes_of(self, index: int) -> np.ndarray:
         parameters = self._transport.parameters
         return self._by_owner(index, 0, parameters.layouts[index].numel, parameters.dtype_of(index).itemsize)
 
-    def _by_place(self, index: int, start: int, stop: int, itemsize: int) -> np.ndarray:
+    def _by_location(self, index: int, start: int, stop: int, itemsize: int) -> np.ndarray:
         layout, island = self._transport.parameters.layouts[index], self._transport.group.island
-        counts = np.zeros(len(PLACES), dtype=np.int64)
+        counts = np.zeros(len(LOCATIONS), dtype=np.int64)
         for owner, begin, end in ranges_by_owner(layout.shard_numel, island.rank, start, stop):
             if owner != island.rank:
                 counts[int(owner not in island.node_ranks)] += (end - begin) * itemsize
@@ -58,7 +58,7 @@ class TrafficCounter:
 
     @functools.cached_property
     def _exchanged(self) -> np.ndarray:
-        """Bytes received from and pushed to other islands per minibatch, by place."""
+        """Bytes received from and pushed to other islands per minibatch, by location."""
         assert self._transport.exchange is not None
         counts = np.zeros_like(self._bytes)
         for i, num_bytes in enumerate(self._transport.exchange.bytes_per_minibatch()):

@@ -122,13 +122,13 @@ class WorkQueue:
 
         Yields `(item, owner, content)` for each claimed item, where `owner` is the rank that published it.
         """
-        left, position = list(published), 0
-        while left:
-            item = left.pop(position % len(left))
+        unclaimed, position = list(published), 0
+        while unclaimed:
+            item = unclaimed.pop(position % len(unclaimed))
             if (content := self._try_claim(item)) is not None:
                 yield item, *content
             elif not position:
-                position = len(left) * self._world.rank // self._world.size
+                position = len(unclaimed) * self._world.rank // self._world.size
 
     def reset(self) -> None:
         """Remove all items. One-sided. All ranks call this between `complete_gradients` and `publish_parameters`."""
@@ -168,7 +168,7 @@ class WorkQueue:
         start = self._find_gap(size)
         if start is None and self._held:
             words = self._words(max(self._held) + 1)
-            self._held = {item: held for item, held in self._held.items() if words[item] & 7 != _FETCHED}
+            self._held = {item: offset for item, offset in self._held.items() if words[item] & 7 != _FETCHED}
             start = self._find_gap(size)
         return start
 

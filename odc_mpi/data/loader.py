@@ -147,13 +147,13 @@ class ShuffledSampler:
 
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
         """Return the sorted, distinct indices in the next minibatches, int64 [n], without advancing the sampler."""
-        state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
+        state, is_upcoming = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
         for _ in range(num_minibatches):
-            if found.all():
+            if is_upcoming.all():
                 break
-            found[self._next_indices()[1]] = True
+            is_upcoming[self._next_indices()[1]] = True
         self._move_to(**state)
-        return np.flatnonzero(found)
+        return np.flatnonzero(is_upcoming)
 
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
         """Return the position and the indices of the next minibatch, and advance the sampler."""

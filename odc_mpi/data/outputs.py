@@ -34,13 +34,13 @@ def check_outputs(
                 f"expected a new file or a data set as --out, got {str(path)!r} (another file, or a damaged one): "
                 "change --out, or remove the file"
             )
-        found = read_origin(path)
-        if found != origin and not force:
+        old_origin = read_origin(path)
+        if old_origin != origin and not force:
             raise UserError(
                 f"the data set {str(path)!r} was made from other sources, or by another version: change --out, or "
                 "replace it with --force"
             )
-        change = "other options, versions or contents" if found == origin else "other sources"
+        change = "other options, versions or contents" if old_origin == origin else "other sources"
         replaced.append(f"{path}: preparing it again (it has {change}, or is damaged)")
     return replaced
 

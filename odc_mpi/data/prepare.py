@@ -269,8 +269,8 @@ class _Reader:
         task, begin = self._progress.add_task(description, total=total), time.monotonic()
         for index, block in self._mixture.read(lambda num_bytes: self._progress.advance(task, num_bytes)):
             yield index, block, self._mixture.sources[index].columns(self._columns)
-            if done := num_tokens():
-                rate = done / (time.monotonic() - begin)
+            if tokens_so_far := num_tokens():
+                rate = tokens_so_far / (time.monotonic() - begin)
                 self._progress.update(task, description=f"{description}, {rate:,.0f} tokens/s")
         self._progress.update(task, total=total or 1, completed=total or 1)
 

@@ -92,7 +92,7 @@ class ChatRenderer:
         """Return one example for each trained answer, which ends with this answer, and the text of all messages."""
         prompts = self._render(chat, trained, for_generation=True)
         turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}))
-        found = []
+        answers = []
         for i, (prompt, *_), (turn, *_) in zip(trained, prompts, turns, strict=False):
             begin = len(prompt) if turn.startswith(prompt) else self._num_common(prompt, turn)
             if begin < len(prompt):
@@ -102,8 +102,8 @@ class ChatRenderer:
                         f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
                         f"this answer cannot be found: {_REPLACE}"
                     )
-            found.append(Rendered(turn, [(begin, self.end_of_turn(turn))], prompt[begin:]))
-        return found, turns[-1].text
+            answers.append(Rendered(turn, [(begin, self.end_of_turn(turn))], prompt[begin:]))
+        return answers, turns[-1].text
 
     def _share(self, chat: Conversation, text: str, examples: Mapping[int, Rendered]) -> Rendered | None:
         """Return one example with all answers, or None if each needs its own.
@@ -233,8 +233,8 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
         content, end = chat.messages[i]["content"].strip(), None
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
-        own = example.spans[number : number + 1] if is_one_each else spans
-        trained = "".join(text[begin:stop] for begin, stop in own)
+        answer_spans = example.spans[number : number + 1] if is_one_each else spans
+        trained = "".join(text[begin:stop] for begin, stop in answer_spans)
         if end is None or not all(name in trained for name in _called_names(chat.messages[i])):
             return f"drops a part of message {i + 1}, an answer to train on"
         position = end
@@ -254,8 +254,8 @@ def _find_content(text: str, content: str, position: int, span: CharSpan) -> int
     """
     begin, end = span
     start = max(position, begin - len(content) + 1)
-    if (found := text.find(content, start, end)) >= 0:
-        return found + len(content)
+    if (at := text.find(content, start, end)) >= 0:
+        return at + len(content)
     before, inside, expected = ("".join(part.split()) for part in (text[start:begin], text[begin:end], content))
     return end if (before + inside).find(expected, max(0, len(before) - len(expected) + 1)) >= 0 else None
 

@@ -59,9 +59,9 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
     # If several ranks generate, rank 0 prints all completions in order at the end.
     streams = arguments.out is None and (world.size == 1 or len(requests) == 1)
     outputs = []
-    with unsharded_if_fits(model), model.activity("generating") as note:
+    with unsharded_if_fits(model), model.activity("generating") as set_activity:
         for index in tickets.draw(len(requests)):
-            note(f"generating from prompt {index + 1:,} of {len(requests):,}")
+            set_activity(f"generating from prompt {index + 1:,} of {len(requests):,}")
             streamer = _print_prompt(source.tokenizer, requests[index], len(requests)) if streams else None
             outputs.append(generate(model.module, requests[index].prompt, arguments.sampling, streamer))
     completions = sorted(output for rank_outputs in world.gather_objects(outputs) for output in rank_outputs)
@@ -119,12 +119,12 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
     be read, contains no prompts or contains an invalid line.
     """
     options = {"--prompt TEXT": text, "--chat TEXT": questions, "--prompts FILE": path}
-    given = [option for option, value in options.items() if value is not None]
-    if len(given) != 1:
-        raise UserError(f"expected one of {', '.join(options)}, got {' and '.join(given) or 'none'}")
+    used = [option for option, value in options.items() if value is not None]
+    if len(used) != 1:
+        raise UserError(f"expected one of {', '.join(options)}, got {' and '.join(used) or 'none'}")
     if path is not None:
         return [example for block in read_prompts(path, "--prompts") for example, _ in block]
-    option, texts = given[0].split()[0], [text] if text is not None else list(questions or ())
+    option, texts = used[0].split()[0], [text] if text is not None else list(questions or ())
     if not all(texts):
         raise UserError(f"{option}: expected a text, got an empty string")
     if text is not None:

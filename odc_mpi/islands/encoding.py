@@ -35,7 +35,7 @@ _INFINITY = 0x7F800000
 _HALF_BIT = 22
 #: Exponent byte of blocks with an infinity or a NaN.
 _NOT_FINITE = 255
-#: Smallest exponent byte of a block that is not encoded as zeros. Smaller values, below 2**-118, are of no use, and
+#: Smallest exponent byte of a block that is not encoded as zeros. Smaller values, below 2**-118, have no effect, and
 #: from here on results do not depend on a processor's treatment of subnormal numbers.
 _SMALLEST = 9
 #: Number of blocks that are encoded at a time: 512 KiB of float32, so that intermediate tensors stay in a core's cache.

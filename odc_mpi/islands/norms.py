@@ -1,6 +1,6 @@
 """Decisions from norms, which all ranks make from the same numbers. This module does not communicate.
 
-`NormWatch` finds faults such as a memory error or a library that differs on one host. With two islands it cannot tell
+`NormWatch` finds faults such as a memory error or a library that differs on one host. With two islands it cannot detect
 which one is right, only which one left the range of both. It is no protection against a malicious rank.
 
 `ChangeRule` is that of SelSync (arXiv 2307.07950; code: https://github.com/sahiltyagi4/SelSync at f6910a7). With E the

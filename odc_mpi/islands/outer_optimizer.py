@@ -135,6 +135,6 @@ def _sum_of_squares(flat: torch.Tensor) -> float:
 
 def normalized(weights: Sequence[float], excluded: Mapping[int, float]) -> list[float]:
     """Return the weights, with 0 for islands in `excluded`, scaled to sum to 1. If all are 0, return zeros."""
-    kept = [0.0 if island in excluded else weight for island, weight in enumerate(weights)]
-    total = sum(kept)
-    return [weight / total for weight in kept] if total else kept
+    remaining = [0.0 if island in excluded else weight for island, weight in enumerate(weights)]
+    total = sum(remaining)
+    return [weight / total for weight in remaining] if total else remaining

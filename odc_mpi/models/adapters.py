@@ -76,11 +76,11 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     _check_layers(module, settings, meta_model.num_layers)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    given = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
+    arguments = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
     if settings["target_modules"] == "all-linear" and (routers := _find_routers(module)):
-        given["exclude_modules"] = routers
+        arguments["exclude_modules"] = routers
     try:
-        config = LoraConfig(task_type=task.peft_type, **given)
+        config = LoraConfig(task_type=task.peft_type, **arguments)
         with warnings.catch_warnings():
             # peft derives patterns for fused experts, and then finds no module for them, only parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)

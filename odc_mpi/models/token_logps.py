@@ -63,15 +63,15 @@ class LogitTransform:
         forwards = {head: lambda *_, **__: probes} | {each: lambda *_, **__: hidden for each in decoders}
         try:
             with torch.no_grad(), replaced_forwards(forwards):
-                found = module(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
-            values = dict(zip(_PROBES, found.double().flatten().tolist(), strict=True))
+                logits = module(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+            values = dict(zip(_PROBES, logits.double().flatten().tolist(), strict=True))
         except Exception:  # such a forward raises exceptions of many kinds
             return None
         candidates, cap = [cls(values[1.0])], values[1e6]  # tanh is 1 there
         if abs(values[1.0]) < cap:
             scale = cap * atanh(values[1.0] / cap)
             candidates.append(cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap))
-        same = (each for each in candidates if torch.allclose(each(probes), found.float(), rtol=1e-5, atol=0))
+        same = (each for each in candidates if torch.allclose(each(probes), logits.float(), rtol=1e-5, atol=0))
         return next((transform for transform in same if transform.scale > 0), None)
 
 

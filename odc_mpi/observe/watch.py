@@ -92,18 +92,18 @@ def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[P
     """Return a table with the progress and, for each metric, the latest value, a chart, the minimum and the maximum."""
     table = Table.grid(padding=(0, 2))
     step, recent = lines[-1]["step"], [line for line in lines if line["step"]][-_RECENT:]
-    done = round(_NUM_BARS * step / num_steps)
+    num_filled = round(_NUM_BARS * step / num_steps)
     times = [datetime.fromisoformat(line["time"]) for line in recent]
     left_s = (times[-1] - times[0]).total_seconds() / (len(times) - 1) * (num_steps - step) if len(times) > 1 else None
     left = "" if left_s is None else f"{format_duration(left_s)} left"
-    table.add_row("step", f"{step}/{num_steps}", "█" * done + "▁" * (_NUM_BARS - done), left)
+    table.add_row("step", f"{step}/{num_steps}", "█" * num_filled + "▁" * (_NUM_BARS - num_filled), left)
     for column in shown:
         metric = column.template[1:].partition(":")[0]
-        found = [line for line in lines if line.get(metric) is not None]
-        if found:
-            ends = [column.format(each(found, key=lambda line: line[metric])) for each in (min, max)]
-            course = _bars([line[metric] for line in found])
-            table.add_row(column.title, column.format(found[-1]), course, f"{ends[0]} to {ends[1]}")
+        with_metric = [line for line in lines if line.get(metric) is not None]
+        if with_metric:
+            ends = [column.format(each(with_metric, key=lambda line: line[metric])) for each in (min, max)]
+            course = _bars([line[metric] for line in with_metric])
+            table.add_row(column.title, column.format(with_metric[-1]), course, f"{ends[0]} to {ends[1]}")
     return table
 
 

@@ -125,8 +125,8 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as a dict for JSON: `{setting: {"choice": value, "reason": reason}}`."""
-        choices = {name: made for name, made in vars(self).items() if isinstance(made, Choice)}
-        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items()}
+        choices = {name: choice for name, choice in vars(self).items() if isinstance(choice, Choice)}
+        return {name: {"choice": choice.value, "reason": choice.reason} for name, choice in choices.items()}
 
 
 def decide_collective() -> Decision:

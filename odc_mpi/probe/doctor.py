@@ -82,15 +82,15 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
 def _report(result: ChildResult) -> ProbeReport:
     """Return the last report from the child. If the child failed, the failure is added to it as a problem."""
     report = ProbeReport.from_dict(result.message["report"]) if "report" in result.message else ProbeReport()
-    doing = result.message.get("doing", "starting MPI")
-    if doing is None and result.failure is None:
+    operation = result.message.get("operation", "starting MPI")
+    if operation is None and result.failure is None:
         return report
     failure = result.failure or "ended early"
     if "(SIGBUS" in failure:
         free = free_shm_bytes()
         free_mib = "no" if free is None else free >> 20
         failure += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
-    return report.with_problem(Problem(tuple((doing or "closing").split(".")), failure))
+    return report.with_problem(Problem(tuple((operation or "closing").split(".")), failure))
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:

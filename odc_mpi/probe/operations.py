@@ -85,7 +85,7 @@ class ProbeLink:
 
     def is_correct(self, name: str) -> bool:
         """Return True if all runs of an operation had the expected effect. One-sided."""
-        runs = {num_bytes: num_runs for (tried, num_bytes), num_runs in self._runs.items() if tried == name}
+        runs = {num_bytes: num_runs for (operation, num_bytes), num_runs in self._runs.items() if operation == name}
         if name == "fetch_and_op":
             self._read_counter()
             return self._fetched_in_order and bool(self._fetched[0] == sum(runs.values()))
@@ -99,11 +99,11 @@ class ProbeLink:
                     content.view(np.float32)[:] += num_runs * values.view(np.float32)
             self.received.fill(255, max_bytes)
             self.get(max_bytes)
-        found = self.received.read(max_bytes)
-        is_correct = np.array_equal(found, self.expected[:max_bytes])
+        actual = self.received.read(max_bytes)
+        is_correct = np.array_equal(actual, self.expected[:max_bytes])
         # The next operation starts from the actual content, correct or not.
         if name != "get":
-            self.expected[:max_bytes] = found
+            self.expected[:max_bytes] = actual
         return is_correct
 
     def _run(self, name: str, num_bytes: int) -> None:

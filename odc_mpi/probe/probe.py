@@ -43,7 +43,7 @@ def probe(
     world: World,
     budget: TrialBudget,
     *,
-    on_message: OnMessage = lambda report, doing: None,
+    on_message: OnMessage = lambda report, operation: None,
     device: "Device | None" = None,
 ) -> ProbeReport:
     """Try shared memory, windows and, if `device` is given on all ranks, windows on devices. Collective.
@@ -198,8 +198,8 @@ def main(send: Callable[[ChildMessage], None]) -> None:
 
             keys["device"] = device_cache_key(world, device)
 
-        def on_message(report: ProbeReport, doing: str | None) -> None:
-            send({"report": report.to_dict(), "doing": doing, "keys": keys})
+        def on_message(report: ProbeReport, operation: str | None) -> None:
+            send({"report": report.to_dict(), "operation": operation, "keys": keys})
 
         probe(world, FULL, on_message=on_message, device=device)
 

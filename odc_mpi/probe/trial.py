@@ -144,15 +144,15 @@ class Trials:
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
-        found = None
+        outcome = None
         with self._world.deadline(what):
             if self._world.rank == origin:
-                found = self._try(self._links[kind], name, target)
+                outcome = self._try(self._links[kind], name, target)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
         with self._world.collective(what):
-            return self._comm.bcast(found, root=origin)
+            return self._comm.bcast(outcome, root=origin)
 
     def close(self) -> None:
         """Free the windows and the communicator of the trials. Collective."""

@@ -123,10 +123,10 @@ def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Fig
     rows.append(
         [Panel(heading, _curves(lines, {key: ("", Style(BLUE), "")}), forms.get(key, "")) for heading, key in last]
     )
-    drawn = [[panel for panel in row if panel.curves] for row in rows]
+    nonempty = [[panel for panel in row if panel.curves] for row in rows]
     skipped = sum(bool(line.get("skipped")) for line in lines)
     caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
-    draw = partial(plots.curves, [row for row in drawn if row], "step")
+    draw = partial(plots.curves, [row for row in nonempty if row], "step")
     return Figure(name, title, draw, caption)
 
 

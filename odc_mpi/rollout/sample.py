@@ -101,11 +101,11 @@ def sample(
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([sampler.find_stopped_rows]),
             )
-            left = sampler.drop_finished_rows()
-            cache.batch_select_indices(left.to(module.device))
+            remaining = sampler.drop_finished_rows()
+            cache.batch_select_indices(remaining.to(module.device))
             added = decoded.shape[1] - tokens.shape[1]
-            tokens = decoded.cpu()[left]
-            mask = torch.nn.functional.pad(mask[left], (0, added), value=1)
+            tokens = decoded.cpu()[remaining]
+            mask = torch.nn.functional.pad(mask[remaining], (0, added), value=1)
 
 
 def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,15 +166,15 @@ class _TokenSampler(LogitsProcessor):
 
         All are True if enough rows have ended that it is faster to call `generate` again without them.
         """
-        left = len(self.done) - int(self.done.sum())
-        stops_all = 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
+        num_remaining = len(self.done) - int(self.done.sum())
+        stops_all = 2 * num_remaining <= len(self.done) and (not num_remaining or len(self.done) >= _MIN_ROWS)
         return (self.done | stops_all).to(input_ids.device)
 
     def drop_finished_rows(self) -> torch.Tensor:
         """Remove the rows that have ended, and return the indices that the remaining rows had in the previous batch."""
-        left = torch.nonzero(~self.done)[:, 0]
-        self.rows, self.done = self.rows[left], self.done[left]
-        return left
+        remaining = torch.nonzero(~self.done)[:, 0]
+        self.rows, self.done = self.rows[remaining], self.done[remaining]
+        return remaining
 
     def _sample_tokens(self, scores: torch.Tensor) -> torch.Tensor:
         """Sample a token for each row that has not ended. For the other rows, return token 0 as a placeholder."""

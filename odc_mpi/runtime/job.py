@@ -33,7 +33,7 @@ from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 #: Interval, in seconds, at which a finalizing rank checks for ranks that are waiting for it in another collective.
 STRANDED_POLL_S = 0.5
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
-#: rank without a heartbeat in this time is stopped or dead. Meanwhile, equally old waits of other ranks expire, too.
+#: rank without a heartbeat in this time is stopped or dead. Equally old waits of others expire in the same time.
 HEARTBEAT_S = 2.5
 #: Maximum duration of a wait for ranks that report progress, as a multiple of the limit for other waits.
 MAX_EXTENSION = 10
@@ -86,7 +86,7 @@ class Job:
     Raises `UserError` if the launcher and the MPI library are incompatible.
 
     Attributes:
-        places: Host of each rank, and its island if there are islands, for error messages.
+        locations: Host of each rank, and its island if there are islands, for error messages.
         status: Status window, or None before creation and after being freed. If None, messages name no late ranks.
     """
 
@@ -102,13 +102,13 @@ class Job:
         self.status: StatusWindow | None = None
         self._limit = limit
         self._main_thread_only = not has_thread_serialized()
-        self.places: list[str] = []
+        self.locations: list[str] = []
         self.watchdog = Watchdog(timeout_s, self._expired, self._heartbeat)
         install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
         """Create the status window over the ranks of `comm`, and set `places` to their `hosts`. Collective."""
-        self.rank, self.places = comm.Get_rank(), list(hosts)
+        self.rank, self.locations = comm.Get_rank(), list(hosts)
         self.status = StatusWindow(comm)
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
@@ -171,7 +171,7 @@ class Job:
         if waiting:
             status.page.announce_abort()
             rank = waiting[0]
-            text = format_status(rank, self.places[rank], peers[rank], time.time())
+            text = format_status(rank, self.locations[rank], peers[rank], time.time())
             self._defer_to_lower_rank(status)
             self._abort(f"has left while others wait for it: {text}")
 
@@ -184,7 +184,9 @@ class Job:
         extensible_s = max(0.0, MAX_EXTENSION * limit_s - waited_s)
         if not extensible_s:
             limit_s, limit = MAX_EXTENSION * limit_s, f"{MAX_EXTENSION} times {limit}"
-        owners = "; ".join(f"rank {rank} on {self.places[rank]}" for rank in wait.owners[:MAX_LISTED] if self.places)
+        owners = "; ".join(
+            f"rank {rank} on {self.locations[rank]}" for rank in wait.owners[:MAX_LISTED] if self.locations
+        )
         late = f"it waits for {owners}" if owners else "another rank is late, stuck or dead"
         status = self.status
         if status is not None and has_thread_multiple():
@@ -203,7 +205,7 @@ class Job:
                     return extension_s
                 time.sleep(HEARTBEAT_S)
             peers = mark_missing_heartbeats(first, status.read(first))
-            late = format_late_ranks(wait, peers, self.places, time.time())
+            late = format_late_ranks(wait, peers, self.locations, time.time())
         elif status is not None:
             late += f" (other ranks cannot be asked under {thread_level()})"
         self._abort(f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}")

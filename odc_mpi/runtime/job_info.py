@@ -22,11 +22,11 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def describe_layout(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
     """Describe `World.layout` and the result of `slurm_job` in one line, such as "on node0 (4 ranks); Slurm job 12"."""
-    named = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_LISTED]]
-    more = len(layout) - len(named)
+    hosts = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_LISTED]]
+    more = len(layout) - len(hosts)
     if more:
-        named.append(f"and {more} more with {sum(count for _, count in layout[_MAX_LISTED:])} ranks")
-    line = f"on {', '.join(named)}"
+        hosts.append(f"and {more} more with {sum(count for _, count in layout[_MAX_LISTED:])} ranks")
+    line = f"on {', '.join(hosts)}"
     if job:
         line += f"; Slurm job {job['slurm_job_id']}"
         line += f", start {job['slurm_restarts'] + 1}" if job["slurm_restarts"] else ""

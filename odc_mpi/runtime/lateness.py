@@ -90,18 +90,20 @@ def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
     """Format a message about the late ranks and their last activities."""
     late = late_ranks(wait, peers)
-    silent = [rank for rank, status in peers.items() if status is None and wait.collective]
+    unanswered = [rank for rank, status in peers.items() if status is None and wait.collective]
     lead = "it waits for " if not wait.collective else "late is " if len(late) == 1 else "late are "
-    if not late and not silent:
+    if not late and not unanswered:
         lead = "no rank is late, but in another collective is "
         late = [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]
-    if not late and not silent:
+    if not late and not unanswered:
         return "all ranks have arrived there; the network or the MPI library is stuck"
-    named = [format_status(rank, hosts[rank], peers[rank], now) for rank in late[:MAX_LISTED]]
-    named += [f"rank {rank} on {hosts[rank]} did not answer" for rank in silent[: MAX_LISTED - len(named)]]
-    if len(late) + len(silent) > MAX_LISTED:
-        named.append(f"and {len(late) + len(silent) - MAX_LISTED} more")
-    return f"{lead if late else ''}{'; '.join(named)}"
+    descriptions = [format_status(rank, hosts[rank], peers[rank], now) for rank in late[:MAX_LISTED]]
+    descriptions += [
+        f"rank {rank} on {hosts[rank]} did not answer" for rank in unanswered[: MAX_LISTED - len(descriptions)]
+    ]
+    if len(late) + len(unanswered) > MAX_LISTED:
+        descriptions.append(f"and {len(late) + len(unanswered) - MAX_LISTED} more")
+    return f"{lead if late else ''}{'; '.join(descriptions)}"
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
@@ -110,11 +112,11 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
     if status is None:
         return f"{who}, which did not answer"
     ago = f"{max(0.0, now - status.published_at):.1f} s ago"
-    silent = ", and shows no sign of life" if status.heartbeat_missing else ""
+    no_heartbeat = ", and shows no sign of life" if status.heartbeat_missing else ""
     if status.finalizing:
-        return f"{who}, which left {ago}{silent}"
+        return f"{who}, which left {ago}{no_heartbeat}"
     where = f"in microbatch {status.microbatch}, " if status.microbatch else ""
-    return f"{who}, which was last seen {ago}, {where}{status.what}{silent}"
+    return f"{who}, which was last seen {ago}, {where}{status.what}{no_heartbeat}"
 
 
 def mark_missing_heartbeats(

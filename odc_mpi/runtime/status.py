@@ -147,10 +147,10 @@ class PageReader:
                 self._incomplete[rank] = self._start(page, rank), page
             for rank in self._completed():
                 _, page = self._incomplete.pop(rank)
-                if rank in status and (found := read_page(page.tobytes())) is None:
+                if rank in status and (page_status := read_page(page.tobytes())) is None:
                     unread.append(rank)  # a torn page
                 elif rank in status:
-                    status[rank], answered_at = found, time.monotonic()
+                    status[rank], answered_at = page_status, time.monotonic()
                     num_missing -= 1
             time.sleep(100e-6)
 

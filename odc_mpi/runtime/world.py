@@ -141,10 +141,10 @@ class World(AbstractContextManager["World"]):
         """
         self.job.set_status(what, microbatch)
 
-    def set_places(self, places: Sequence[str]) -> None:
+    def set_locations(self, locations: Sequence[str]) -> None:
         """Set the text that follows "rank N on" in error messages, initially the host, for each rank of this world."""
-        for rank, place in zip(self._members or range(self.size), places, strict=True):
-            self.job.places[rank] = place
+        for rank, location in zip(self._members or range(self.size), locations, strict=True):
+            self.job.locations[rank] = location
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
         """Set the function, such as `Device.set_current`, that background threads call before they call MPI.

@@ -153,11 +153,11 @@ class FixedPointGradients(GradientFormat):
 
     def _squares(self, index: int, gradient: torch.Tensor) -> np.ndarray:
         first, more = self._limb_scales(index)
-        left, limbs = gradient.double().square_().mul_(2.0**first), []
+        remainder, limbs = gradient.double().square_().mul_(2.0**first), []
         for _ in range(LIMBS):
-            rounded = left.round()
+            rounded = remainder.round()
             limbs.append(rounded.sum())
-            left = left.sub_(rounded).mul_(2.0**more)
+            remainder = remainder.sub_(rounded).mul_(2.0**more)
         return torch.stack(limbs).cpu().numpy()
 
     def _round(

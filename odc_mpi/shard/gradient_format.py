@@ -5,8 +5,8 @@ of their terms.
 
 Note: sums that overflow
     A sum of finite gradients can be infinite. An owner knows whether its sum is finite only once the gradients are
-    complete, and reporting this would require another collective. Instead, every rank reports an upper bound on what it
-    adds to any array: the number of its pushes of the array times their largest magnitude. If the sum of all ranks'
+    complete, and reporting this would require another collective. Instead, every rank reports an upper bound on its
+    contribution to any array: its number of pushes of the array times their largest magnitude. If the sum of all ranks'
     bounds may exceed the range of `reduce_dtype`, the gradients are treated as not finite. The magnitude of a local sum
     is computed only when it is pushed, because an element that has overflowed stays infinite or NaN.
 """
@@ -130,10 +130,10 @@ class FloatGradients(GradientFormat):
 
     @override
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        own = [gradient for slices in gradients.values() for gradient in slices]
-        if not own:
+        gradient_slices = [gradient for slices in gradients.values() for gradient in slices]
+        if not gradient_slices:
             return np.zeros(1)
-        norms = torch.stack(torch._foreach_norm(own, 2.0, dtype=torch.float64))
+        norms = torch.stack(torch._foreach_norm(gradient_slices, 2.0, dtype=torch.float64))
         return np.array([float(norms.square().sum())])
 
     @override

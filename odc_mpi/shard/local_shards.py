@@ -64,8 +64,8 @@ class WeightSource(Protocol):
 class ModuleWeightSource(WeightSource):
     """Source that uses rank 0's parameters on all ranks, as `DistributedDataParallel` does. `read` is collective."""
 
-    def __init__(self, parts: ParametersByUnit, group: Group) -> None:
-        self._parameters = {name: p for part in parts.values() for name, p in part.items()}
+    def __init__(self, parameters_by_unit: ParametersByUnit, group: Group) -> None:
+        self._parameters = {name: p for part in parameters_by_unit.values() for name, p in part.items()}
         self._group = group
 
     @override

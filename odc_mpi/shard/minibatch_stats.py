@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from odc_mpi.comm.traffic import PLACES
+from odc_mpi.comm.traffic import LOCATIONS
 
 #: Names of the values that every model reports: bytes counted by `comm.traffic` since the previous minibatch.
-TRAFFIC = tuple(f"bytes_{did}_{place}" for did in ("fetched", "pushed") for place in PLACES)
+TRAFFIC = tuple(f"bytes_{did}_{location}" for did in ("fetched", "pushed") for location in LOCATIONS)
 
 
 class MinibatchStats:

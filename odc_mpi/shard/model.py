@@ -81,10 +81,10 @@ class ShardedModel:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         check_not_sharded(module)
-        parts, self._names_by_module, self._names = partition(module, units)
+        parameters_by_unit, self._names_by_module, self._names = partition(module, units)
         check_shardable(module, has_weights=weights is not None)
         # Otherwise, windows of different sizes could be accessed out of bounds.
-        tensors = describe_tensors(module, parts, dtypes or {}, transport.parameters.dtype)
+        tensors = describe_tensors(module, parameters_by_unit, dtypes or {}, transport.parameters.dtype)
         transport.group.world.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
         self.module, self._transport = module, transport
         self.device = transport.device
@@ -92,7 +92,9 @@ class ShardedModel:
         self._phase = StepPhase.COMPLETE  # construction ends with the first `publish()`
         self.replica_norms: list[float] = []
         self.traffic = TrafficCounter(transport)
-        self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {}, transport.group.num_islands)
+        self.units, self.layouts = make_units(
+            parameters_by_unit, transport.group.size, dtypes or {}, transport.group.num_islands
+        )
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
@@ -109,7 +111,7 @@ class ShardedModel:
         self.usage = Usage(transport, self.spans, self._pusher.buffers)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
         with self.spans.span("weights"):
-            self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
+            self._local_shards.load(weights or ModuleWeightSource(parameters_by_unit, transport.group))
         replicate(module, transport)
         self._placeholders = Placeholders(self._names_by_module, transport, forwards)
         for unit in self.units:

@@ -165,8 +165,8 @@ def materialized_parameters(names: NamesByModule, unsharded: UnshardedUnits) -> 
         for module, keys in names.items():
             on_demand = module._parameters
             restored.callback(module.__dict__.__setitem__, "_parameters", on_demand)
-            plain = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
-            module.__dict__["_parameters"] = plain
+            materialized = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
+            module.__dict__["_parameters"] = materialized
         yield
     unsharded.check_unchanged()
 

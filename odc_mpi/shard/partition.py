@@ -55,10 +55,10 @@ def partition(
             names_by_module.setdefault(submodule, {})[key] = names[full_name] = name
             # A parameter that several units share belongs to the root.
             unit_of[parameter] = unit_name if unit_of.get(parameter, unit_name) == unit_name else ""
-    parts: ParametersByUnit = {name: {} for name in ("", *unit_names.values())}
+    parameters_by_unit: ParametersByUnit = {name: {} for name in ("", *unit_names.values())}
     for parameter, name in first_names.items():
-        parts[unit_of[parameter]][name] = parameter
-    return {unit_name: part for unit_name, part in parts.items() if part}, names_by_module, names
+        parameters_by_unit[unit_of[parameter]][name] = parameter
+    return {unit_name: part for unit_name, part in parameters_by_unit.items() if part}, names_by_module, names
 
 
 def check_shardable(module: nn.Module, *, has_weights: bool) -> None:
@@ -81,14 +81,14 @@ def check_shardable(module: nn.Module, *, has_weights: bool) -> None:
 
 
 def describe_tensors(
-    module: nn.Module, parts: ParametersByUnit, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
+    module: nn.Module, parameters_by_unit: ParametersByUnit, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> str:
     """Return a description of all tensors in a module, one per line, for comparing models between ranks.
 
     `dtypes` maps dotted names of parameters to their dtypes in the shards, if these differ from `dtype`.
     """
     lines = []
-    for unit_name, part in parts.items():
+    for unit_name, part in parameters_by_unit.items():
         for name, parameter in part.items():
             kind = "trainable" if parameter.requires_grad else "frozen"
             where = f"{kind} in unit {unit_name or '(root)'}"
@@ -98,7 +98,7 @@ def describe_tensors(
 
 
 def make_units(
-    parts: ParametersByUnit, num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
+    parameters_by_unit: ParametersByUnit, num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
     """Create units and layouts of their flat arrays, divided among `num_owners` ranks on `num_islands` islands.
 
@@ -107,7 +107,7 @@ def make_units(
     """
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
-    for unit_name, part in parts.items():
+    for unit_name, part in parameters_by_unit.items():
         arrays: dict[tuple[bool, str], list[ParameterSpec]] = {}
         for name, parameter in part.items():
             spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, dtypes.get(name))

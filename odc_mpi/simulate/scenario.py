@@ -216,10 +216,12 @@ class Scenario(ScenarioOptions):
     @property
     def _model_s(self) -> tuple[float, float]:
         """Seconds to fetch all units once, and to push all gradients once."""
-        size, near = self._model_bytes / 1e9, 1 / self.num_islands
-        fetch_s, push_s = (near * size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s))
-        far_s = (1 - near) * size / self.link_gb_per_s if self.link_gb_per_s else 0.0
-        return fetch_s + far_s, push_s + far_s
+        size, island_share = self._model_bytes / 1e9, 1 / self.num_islands
+        fetch_s, push_s = (
+            island_share * size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s)
+        )
+        between_islands_s = (1 - island_share) * size / self.link_gb_per_s if self.link_gb_per_s else 0.0
+        return fetch_s + between_islands_s, push_s + between_islands_s
 
     @property
     def exchange_s(self) -> float:

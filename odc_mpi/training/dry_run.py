@@ -160,11 +160,11 @@ def estimate_memory(
     trains_apart = config.islands.mode == "outer" and island_size < num_ranks
     num_islands = num_ranks // island_size
     sizes = _Sizes.of(config, model, *((island_size, 1) if trains_apart else (num_ranks, num_islands)))
-    in_place = ranks_per_node >= island_size and config.comm.zero_copy != "off"
-    shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
-    copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
+    zero_copy = ranks_per_node >= island_size and config.comm.zero_copy != "off"
+    shared_bytes = 0 if zero_copy or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
+    fetch_copies = gpu or not (zero_copy or shared_bytes)  # units are fetched into buffers of this rank
     needed_gradients = sum(sizes.gradients) if num_ranks > 1 and accumulates else 0
-    needs = CacheBytes(sum(sizes.units[1:]) if copies else 0, needed_gradients)
+    needs = CacheBytes(sum(sizes.units[1:]) if fetch_copies else 0, needed_gradients)
     caches = _caches(config, needs, ranks_per_node, sizes.states + shared_bytes)
     all_cached = caches.parameters >= needs.parameters
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
@@ -176,14 +176,14 @@ def estimate_memory(
     activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)
     parts = [
         MemoryPart("parameters", sizes.shard, shards_on_gpu),
-        MemoryPart("of other ranks, in place", sum(sizes.units) - sizes.shard if in_place and not gpu else 0),
+        MemoryPart("of other ranks, mapped", sum(sizes.units) - sizes.shard if zero_copy and not gpu else 0),
         MemoryPart("node cache", shared_bytes),
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
         MemoryPart("outer loop", _outer_bytes(config, sizes, num_islands) if trains_apart else 0, optimizer_on_gpu),
         MemoryPart("copy to save", sizes.saved),
-        MemoryPart("fetched units", held_bytes if copies else 0, gpu),
+        MemoryPart("fetched units", held_bytes if fetch_copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
         MemoryPart("gradient cache", caches.gradients, gpu),
         MemoryPart("gradients in transit", transit_bytes, gpu),

@@ -112,7 +112,7 @@ class ForwardPass:
             self._model.train(training)
         gathered = self._world.gather_objects(results)
         self._placeholders.raise_damage(self._world)
-        self._tickets.reset()  # all ranks are done, and claim again only after they have synchronized once more
+        self._tickets.reset()  # all ranks are done, and claim again only after they have synchronized again
         return list(itertools.chain.from_iterable(gathered))
 
 

@@ -1,7 +1,7 @@
 """Exact runs (`run.exact`), whose results are bitwise identical on any number of ranks. See docs/exact.md.
 
-The numerics fingerprint of a run consists of what affects the last bits of results: the processor, torch, threads and
-environment variables. An exact run stores it in summary.json and in checkpoints, under the key `arithmetic`.
+The numerics fingerprint of a run consists of the factors that affect the last bits of results: the processor, torch,
+threads and environment variables. An exact run stores it in summary.json and in checkpoints, with the key `arithmetic`.
 """
 
 import math

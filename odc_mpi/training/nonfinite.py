@@ -60,11 +60,11 @@ class NonFiniteReport(Callback):
         if not self._num_skipped:
             return
         gathered = self._world.gather_objects(self._locate(step))
-        found = next(filter(None, gathered), {"text": "all ranks: only the sum of their gradients"})
-        text = f"step {step.number}: the gradient is not finite, first found on {found.pop('text')}"
+        origin = next(filter(None, gathered), {"text": "all ranks: only the sum of their gradients"})
+        text = f"step {step.number}: the gradient is not finite, first found on {origin.pop('text')}"
         if self._world.rank == 0:
             if self._run.detect_anomaly:
-                write_or_warn(self._path, json.dumps({"step": step.number, **found}) + "\n")
+                write_or_warn(self._path, json.dumps({"step": step.number, **origin}) + "\n")
             else:
                 warn(f"WARNING: {text}; the step is skipped")
         if self._run.detect_anomaly:
@@ -87,24 +87,24 @@ class NonFiniteReport(Callback):
         units = self._model.units_with_nonfinite_gradients()
         if not units:
             return None
-        found = self._data([result.microbatch for result in self._results])
-        text = f"rank {found['rank']}: backward of unit {units[0] or '(root)'}, in one of {_name(found)}"
-        return {**found, "unit": units[0], "text": text}
+        origin = self._data([result.microbatch for result in self._results])
+        text = f"rank {origin['rank']}: backward of unit {units[0] or '(root)'}, in one of {_name(origin)}"
+        return {**origin, "unit": units[0], "text": text}
 
     def _describe(self, step: Step, microbatch: Microbatch) -> dict[str, Any]:
-        found, where = self._data([microbatch]), "loss"
+        origin, where = self._data([microbatch]), "loss"
         if not microbatch.is_chunk:  # the other chunks are on other ranks
             with torch.no_grad(), first_nonfinite(self._model) as first:
                 self._objective.loss(step.minibatch, microbatch.to(self._model.device))
             if first:
-                found["unit"], where = first["unit"], f"output of unit {first['unit'] or '(root)'}"
+                origin["unit"], where = first["unit"], f"output of unit {first['unit'] or '(root)'}"
                 position_ids = microbatch.inputs.get("position_ids")
                 if first["token"] is not None and position_ids is not None and position_ids.shape[0] == 1:
                     number = int((position_ids[0, : first["token"] + 1] == 0).sum()) - 1
-                    if len(found["sequences"]) == int((position_ids == 0).sum()):
-                        found["sequences"] = [found["sequences"][number]]
-        text = f"rank {found['rank']}: {where}, {_name(found)}"
-        return {**found, "text": text}
+                    if len(origin["sequences"]) == int((position_ids == 0).sum()):
+                        origin["sequences"] = [origin["sequences"][number]]
+        text = f"rank {origin['rank']}: {where}, {_name(origin)}"
+        return {**origin, "text": text}
 
     def _data(self, microbatches: list[Microbatch]) -> dict[str, Any]:
         return {
@@ -117,9 +117,9 @@ class NonFiniteReport(Callback):
         }
 
 
-def _name(found: dict[str, Any]) -> str:
-    numbers = ", ".join(map(str, found["sequences"]))
-    return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
+def _name(origin: dict[str, Any]) -> str:
+    numbers = ", ".join(map(str, origin["sequences"]))
+    return f"{'sequence' if len(origin['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 
 
 @contextmanager
@@ -130,21 +130,21 @@ def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
     finite, or "" for an input or for the root unit. `token` is the index of the first token with a non-finite value in
     the first row of the batch, or None if the values are not `[batch, tokens, features]`.
     """
-    found: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
 
     def check(name: str, values: Any) -> None:
         values = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
-        for value in () if found else values:
+        for value in () if origin else values:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
                 rows = (~value.isfinite()).flatten(2).any(dim=2)[0] if value.ndim == 3 else None
-                found.update(unit=name, token=None if rows is None else int(rows.nonzero()[0]))
+                origin.update(unit=name, token=None if rows is None else int(rows.nonzero()[0]))
                 return
 
     units = [(unit.name, model.module.get_submodule(unit.name)) for unit in model.units]
     handles = [module.register_forward_hook(lambda *args, name=name: check(name, args[2])) for name, module in units]
     handles += [module.register_forward_pre_hook(lambda _, args: check("", args)) for name, module in units if name]
     try:
-        yield found
+        yield origin
     finally:
         for handle in handles:
             handle.remove()

@@ -29,17 +29,17 @@ def resolve_settings(
     `model.path`.
     """
     notes = {}
-    given = config.model.path
+    path_in_settings = config.model.path
     config = _resolve_paths(config, world, check_stop)
     path = config.model.path
     if path is not None:
         world.require_same(Path(path).name, "model.path")
-        found = world.run_on_all(lambda: find_checkpoint(Path(path)) if world.rank == 0 else None)
-        newest = world.gather_objects(str(found.directory) if found else None)[0]
+        checkpoint = world.run_on_all(lambda: find_checkpoint(Path(path)) if world.rank == 0 else None)
+        newest = world.gather_objects(str(checkpoint.directory) if checkpoint else None)[0]
         if newest is not None:
             config = replace(config, model=replace(config.model, path=newest))
             config = world.run_on_all(partial(_continue_run, config))
-        if config.model.path != given:
+        if config.model.path != path_in_settings:
             notes["model.path"] = str(config.model.path)
     device: str = config.run.device
     if device == "auto":

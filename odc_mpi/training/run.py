@@ -224,9 +224,9 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
     windows: KVWindows | None = None
     if isinstance(inputs.context_parallel, KVSizes):
-        in_place = decision.zero_copy.value == "on"
+        zero_copy = decision.zero_copy.value == "on"
         device = find_device(config.run.device, world.host_rank)
-        windows = KVWindows(world, inputs.context_parallel, shared=in_place, device=device)
+        windows = KVWindows(world, inputs.context_parallel, shared=zero_copy, device=device)
 
     def clock() -> float:
         return perf_counter() - (windows.waited_s if windows else 0.0)

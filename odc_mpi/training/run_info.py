@@ -126,9 +126,9 @@ def _describe_comm(world: World, model: ShardedModel, decision: Decision) -> str
 def _describe_caches(config: Config, model: ShardedModel) -> str:
     parts, needs, capacity = [], model.cache_needs.maximum, model.cache_bytes
     shared = f"once per node, {model.usage.node_cache_bytes / 2**20:,.1f} MiB per rank"
-    in_place = shared if model.usage.node_cache_bytes else "read in place"
+    without_cache = shared if model.usage.node_cache_bytes else "zero-copy"
     for kind, setting, available, needed, not_needed in (
-        ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, in_place),
+        ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, without_cache),
         ("gradients", config.comm.gradient_cache_bytes, capacity.gradients, needs.gradients, "none needed"),
     ):
         part = f"{min(available, needed) / 2**20:,.1f} of {needed / 2**20:,.1f} MiB per rank"
@@ -140,7 +140,7 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:
     """Return the number of elements in the trainable (True), frozen (False) or all (None) parameters."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
-    return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
+    return sum(parameter.spec.numel for layout in layouts for parameter in layout.ranges)
 
 
 def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:

@@ -70,9 +70,9 @@ def schedule_factor(
     first = warmup_steps
     if kind == "warmup_stable_decay":
         first = max(warmup_steps, steps - math.ceil(decay_ratio * steps))
-    done = min(1.0, max(0, step - first) / max(1, steps - first))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
-    shapes = {"linear": 1.0 - done, "cosine": cosine, "constant": 1.0, "warmup_stable_decay": cosine}
+    decay_progress = min(1.0, max(0, step - first) / max(1, steps - first))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * decay_progress))
+    shapes = {"linear": 1.0 - decay_progress, "cosine": cosine, "constant": 1.0, "warmup_stable_decay": cosine}
     return min_ratio + (1.0 - min_ratio) * shapes[kind]
 
 

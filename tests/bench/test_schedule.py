@@ -12,7 +12,7 @@ from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
-ALONE = SimpleNamespace(
+SINGLE_RANK = SimpleNamespace(
     rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), wait_collective=lambda request, what: None
 )
 
@@ -40,7 +40,7 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     monkeypatch.setattr("odc_mpi.bench.schedule.time", LateClock())
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
     trial = SimulatedMinibatch(Scenario(overhead_s=10.0), np.array([1, 2]), np.array([20.0, 30.0]), np.ones(1))
-    runner = Runner(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)
+    runner = Runner(SINGLE_RANK, LocalTransport(LocalGroup(1), 0), num_units=2)
     sample = runner.run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
     runner.close()
     assert sample.busy_s == pytest.approx(0.07)

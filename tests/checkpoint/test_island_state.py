@@ -34,7 +34,7 @@ class Outer:
     def __init__(self, model, island, num_islands, sections=()):
         self.index, self.num_islands = island, num_islands
         trainable = dict(model.named_shard_parameters())
-        slices = {piece.spec.name: piece for piece, _ in model.slices()}
+        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in model.slices()}
         self.values = {
             section: {
                 name: values(section, name, island * (section in OWN), slices[name].start, slices[name].stop)
@@ -75,7 +75,7 @@ def run_islands(num_islands, num_ranks, work):
 
 def parts(model, optimizer, outer):
     """This rank's part of its island's state."""
-    starts = {piece.spec.name: piece.start for piece, _ in model.slices()}
+    starts = {tensor_slice.spec.name: tensor_slice.start for tensor_slice, _ in model.slices()}
     found = {
         f"{'outer parameters' if section == 'model' else section}/{name}": (starts[name], tensor.clone())
         for section, by_name in outer.tensors().items()

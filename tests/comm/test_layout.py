@@ -15,7 +15,7 @@ def random_layout(rng: random.Random) -> FlatLayout:
 
 
 def with_islands(layout: FlatLayout, num_islands: int) -> FlatLayout:
-    specs = [slot.spec for slot in layout.ranges]
+    specs = [parameter.spec for parameter in layout.ranges]
     return FlatLayout.build("unit", specs, layout.num_owners * num_islands, num_islands)
 
 
@@ -25,10 +25,10 @@ LAYOUTS = [random_layout(random.Random(seed)) for seed in range(200)]
 def test_slots_follow_each_other_aligned_and_as_close_as_alignment_allows() -> None:
     for layout in LAYOUTS:
         end = 0
-        for slot in layout.ranges:
-            assert slot.start % ALIGNMENT_NUMEL == 0
-            assert 0 <= slot.start - end < ALIGNMENT_NUMEL
-            end = slot.stop
+        for parameter in layout.ranges:
+            assert parameter.start % ALIGNMENT_NUMEL == 0
+            assert 0 <= parameter.start - end < ALIGNMENT_NUMEL
+            end = parameter.stop
         assert layout.numel == end
 
 
@@ -59,14 +59,14 @@ def test_shards_are_aligned_and_no_larger_than_alignment_asks() -> None:
 def test_slices_reassemble_every_parameter() -> None:
     for layout in LAYOUTS:
         flat = torch.arange(layout.numel) + 1
-        values = {slot.spec.name: flat[slot.start : slot.stop] for slot in layout.ranges}
+        values = {parameter.spec.name: flat[parameter.start : parameter.stop] for parameter in layout.ranges}
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in values}
         for rank in range(layout.num_owners):
             first, last = layout.owned(rank)
             shard = torch.zeros(layout.shard_numel, dtype=flat.dtype)
             shard[: last - first] = flat[first:last]
             slices = layout.slices(rank)
-            assert [interval.spec for interval in slices] == [slot.spec for slot in layout.ranges]
+            assert [interval.spec for interval in slices] == [parameter.spec for parameter in layout.ranges]
             for interval in slices:
                 assert 0 <= interval.start <= interval.stop <= interval.spec.numel
                 assert interval.offset >= 0 and (
@@ -83,9 +83,9 @@ def test_slices_reassemble_every_parameter() -> None:
 def test_the_owners_of_a_parameter_are_those_that_have_a_slice_of_it(num_islands: int) -> None:
     for layout in (with_islands(layout, num_islands) for layout in LAYOUTS):
         of_all = [(rank, interval) for rank in range(layout.num_owners) for interval in layout.slices(rank)]
-        for slot in layout.ranges:
-            own = [(rank, x.start, x.stop) for rank, x in of_all if x.spec is slot.spec and x.numel]
-            assert list(layout.owners(slot)) == sorted(own, key=lambda part: part[1])
+        for parameter in layout.ranges:
+            own = [(rank, x.start, x.stop) for rank, x in of_all if x.spec is parameter.spec and x.numel]
+            assert list(layout.owners(parameter)) == sorted(own, key=lambda part: part[1])
 
 
 def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:

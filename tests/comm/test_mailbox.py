@@ -38,7 +38,7 @@ class Borrowed:
             self._gone = lambda: reference() is None
         self._address, self.size = values.ctypes.data, values.size
 
-    def look(self):
+    def view(self):
         assert not self._gone(), "memory was let go of while it was on its way"
         return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self._address), dtype=np.uint8)
 
@@ -91,7 +91,7 @@ class LateWindow:
 
     def _deliver(self, puts):
         for target, start, borrowed in puts:
-            memory, values = self._everyone[target].tensor.numpy(), borrowed.look()
+            memory, values = self._everyone[target].tensor.numpy(), borrowed.view()
             # A concurrent reader sees some of the lower bytes new and the upper ones old.
             parts = values.reshape(-1, 1) if values.size == 8 else [values]
             for part in parts:
@@ -106,7 +106,7 @@ class Sent:
     def __init__(self, values):
         self._bytes, self.size = values.copy(), values.size
 
-    def look(self):
+    def view(self):
         return self._bytes
 
 
@@ -188,14 +188,14 @@ class Group:
         self.windows = [None] * size
         self._arrived = 0
 
-    def synchronize(self, serve):
+    def synchronize(self, make_progress):
         """A barrier at which ranks serve while they wait."""
         with self.lock:
             self._arrived += 1
             target = -(-self._arrived // self.size) * self.size
         while self._arrived < target:
             self.progress()
-            serve()
+            make_progress()
 
     def progress(self):
         """Yield to other threads, as every MPI call may."""
@@ -271,11 +271,11 @@ def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
     reduction = allocated(world, SIZES, dtype, ring_bytes * max(1, rings.Rings(world, 4).count))
     stop = threading.Event()
 
-    def serve():
+    def make_progress():
         while not stop.wait(1e-4):
             reduction.make_progress()
 
-    server = threading.Thread(target=serve)
+    server = threading.Thread(target=make_progress)
     if serving_thread:
         server.start()
     try:

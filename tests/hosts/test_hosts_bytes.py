@@ -67,15 +67,15 @@ RUNS = [
     ("alone", 4, "--data.balance=dynamic"),
 ]
 with World(timeout_s=60) as world:
-    host, alone = world.split(world.node), world.split(world.rank)
+    host, self_world = world.split(world.node), world.split(world.rank)
     for name, steps, *way in RUNS:
         ranks, directory = (host, f"{name}{world.node}") if name == "outer_on_host" else (world, name)
         if name == "alone":
-            ranks, directory = alone, f"{name}{world.rank}"
+            ranks, directory = self_world, f"{name}{world.rank}"
         words = [f"--run.dir={top / directory}", f"--run.steps={steps}", *common, *way]
         train(load(Path(sys.argv[1]), words), ranks)
 """
-ALONE = [f"alone{rank}" for rank in range(4)]
+SINGLE_RANK = [f"alone{rank}" for rank in range(4)]
 
 
 @pytest.mark.library
@@ -99,7 +99,7 @@ def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 4, done.out
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
     digests = {name: run["parameters_digest"] for name, run in runs.items()}
-    assert len({digests[name] for name in ("off", "auto", "islands", "moved", *ALONE)}) == 1
+    assert len({digests[name] for name in ("off", "auto", "islands", "moved", *SINGLE_RANK)}) == 1
     assert len({digests[name] for name in ("outer", "outer_in_flight", "outer_on_host0", "outer_on_host1")}) == 1
     assert len(digests) == 12 and digests["outer"] != digests["off"]
     fetched, pushed = (

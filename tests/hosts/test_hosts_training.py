@@ -21,11 +21,11 @@ SETTINGS = [
 #: Those that two ranks on each host are tried with, too: near and far peers at once.
 SETTINGS_OF_FOUR = ["reduction=accumulate progress=off balance=dynamic", SETTINGS[-1]]
 #: Sequences have up to 29 tokens, so many must be cut. Keys and values are fetched over the network.
-PIECES = "balance=dynamic context_parallel=auto max_tokens_per_microbatch=16"
+CHUNKS = "balance=dynamic context_parallel=auto max_tokens_per_microbatch=16"
 #: By the ranks of each host; of the last two one host has more than the other.
 RUNS = {
-    1: [*SETTINGS, f"{PIECES} reduction=mailbox progress=off"],
-    2: [*SETTINGS_OF_FOUR, f"{PIECES} zero_copy=off prefetch=2"],
+    1: [*SETTINGS, f"{CHUNKS} reduction=mailbox progress=off"],
+    2: [*SETTINGS_OF_FOUR, f"{CHUNKS} zero_copy=off prefetch=2"],
     "2,1": [SETTINGS[-1]],
     "1,2": ["balance=dynamic"],
 }
@@ -99,7 +99,7 @@ def test_losses_are_those_of_one_process(run_dir, alone, ranks_per_host, setting
     for name, value in (setting.split("=") for setting in settings.split()):
         assert str(summary.get(name, value)) == value
     assert losses(place) == pytest.approx(alone, rel=1e-5)
-    if PIECES in settings:
+    if CHUNKS in settings:
         assert "too long for an even share" in output
         steps = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
         assert sum(step["num_cut_sequences"] for step in steps) >= 8

@@ -13,7 +13,7 @@ from odc_mpi.observe.callback import MicrobatchResult, Step
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.shard.step_phases import SpanRecorder
 
-ALONE = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
+SINGLE_RANK = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
 
 
 def minibatch(*microbatches, pool=()):
@@ -30,7 +30,7 @@ def microbatch(kept, num_tokens):
 
 def recorded(tmp_path, num_steps, steps):
     spans = SpanRecorder()
-    kept = TraceCallback(ALONE, tmp_path, spans, num_steps, max_tokens=80)
+    kept = TraceCallback(SINGLE_RANK, tmp_path, spans, num_steps, max_tokens=80)
     for step in range(1, steps + 1):
         spans.add("fetch", kept._began)
         microbatch(kept, 100 * step)
@@ -57,7 +57,7 @@ def test_the_last_minibatches_are_kept(tmp_path):
 
 def test_nothing_is_kept_or_written_if_nothing_is_asked_for(tmp_path):
     spans = SpanRecorder()
-    none = TraceCallback(ALONE, tmp_path, spans, 0, max_tokens=80)
+    none = TraceCallback(SINGLE_RANK, tmp_path, spans, 0, max_tokens=80)
     spans.add("fetch", 0.0)
     microbatch(none, 1)
     none.on_step_end(Step(1, minibatch(((0,),)), {}))
@@ -70,7 +70,7 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "MAX_SPANS", 4)
     monkeypatch.setattr(trace, "MIN_SPANS", 3)
     spans = SpanRecorder()
-    kept = TraceCallback(ALONE, tmp_path, spans, 1, max_tokens=80)
+    kept = TraceCallback(SINGLE_RANK, tmp_path, spans, 1, max_tokens=80)
     for seconds in (5.0, 1.0, 7.0, 3.0, 6.0, 2.0):
         spans.add("fetch", kept._began - seconds)
     kept.on_step_end(Step(1, minibatch(((0,),)), {}))
@@ -82,7 +82,7 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
 
 def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):
     spans = SpanRecorder()
-    kept = TraceCallback(ALONE, tmp_path / "nowhere", spans, 1, max_tokens=80)
+    kept = TraceCallback(SINGLE_RANK, tmp_path / "nowhere", spans, 1, max_tokens=80)
     kept.on_step_end(Step(1, minibatch(((0,),)), {}))
     kept.on_train_end()
     assert "WARNING: cannot write" in capsys.readouterr().err

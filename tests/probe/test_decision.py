@@ -204,8 +204,8 @@ def test_gpus_have_windows_that_are_mapped_unless_their_memory_or_a_setting_is_a
     assert (little.window_device.value, little.window_device.reason) == ("cpu", full)
     for error, text in (("no CuPy", f"{RUN_DOCTOR}; no CuPy"), (None, RUN_DOCTOR)):
         assert decide(report(), on_device=True, mapping_error=error).window_device.reason.endswith(text)
-    alone = decide(report(None, None), on_device=True, device_objection=full)
-    assert alone.window_device.value == "cpu"
+    single_rank = decide(report(None, None), on_device=True, device_objection=full)
+    assert single_rank.window_device.value == "cpu"
     forced = decide(
         report(), CommSettings(window_device="cuda"), on_device=True, mapping_error="", device_objection=full
     )

@@ -165,10 +165,10 @@ def test_a_thread_serves_where_devices_wait():
 
 
 def test_alone_a_rank_needs_nothing_of_mpi_and_no_probe():
-    alone = replace(report(None), ranks_per_node=(1,), peers=Peers())
-    assert choices(made(alone)) == ("cuda", "mailbox")
-    assert made(alone).progress.value == "off"
-    untried = replace(alone, device=None)
+    single_rank = replace(report(None), ranks_per_node=(1,), peers=Peers())
+    assert choices(made(single_rank)) == ("cuda", "mailbox")
+    assert made(single_rank).progress.value == "off"
+    untried = replace(single_rank, device=None)
     assert choices(made(untried)) == ("cuda", "mailbox") and made(untried).zero_copy.value == "on"
     assert RUN_DOCTOR not in made(untried).one_line()
     for wishes in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried

@@ -47,7 +47,7 @@ def expire(
     job = Job(60.0, "comm.timeout_s")
     job.watchdog.close()
     status = Status1024(rank, aborting)
-    job.rank, job.status, job.places = rank, status, ["host"] * SIZE  # type: ignore[assignment]
+    job.rank, job.status, job.locations = rank, status, ["host"] * SIZE  # type: ignore[assignment]
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(AbortedError) as caught:
         job._expired(wait, 60.0)

@@ -23,8 +23,8 @@ def at(num_collectives: int, what: str = SYNCHRONIZING, **others: object) -> Sta
 
 
 def test_ranks_without_heartbeat_are_late_and_named_first() -> None:
-    busy, silent = at(6, "x", published_at=90.0), at(7, heartbeat_missing=True, published_at=95.0)
-    peers = {0: busy, 1: silent, 2: at(7), 3: at(6, "y", published_at=80.0), 5: None}
+    busy, no_heartbeat = at(6, "x", published_at=90.0), at(7, heartbeat_missing=True, published_at=95.0)
+    peers = {0: busy, 1: no_heartbeat, 2: at(7), 3: at(6, "y", published_at=80.0), 5: None}
     assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), peers) == [1, 3, 0]
 
 
@@ -41,9 +41,9 @@ def test_a_rank_that_did_not_answer_is_named_but_not_called_late() -> None:
 
 
 def test_who_leaves_is_late_elsewhere_but_not_where_all_leave() -> None:
-    leaving = at(7, "leaving", finalizing=True)
-    assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), {1: leaving, 2: at(7)}) == [1]
-    assert late_ranks(PendingWait("leaving", collective=7), {1: leaving, 2: at(6)}) == [2]
+    finalizing_status = at(7, "leaving", finalizing=True)
+    assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), {1: finalizing_status, 2: at(7)}) == [1]
+    assert late_ranks(PendingWait("leaving", collective=7), {1: finalizing_status, 2: at(6)}) == [2]
 
 
 def test_a_fetch_waits_for_its_owners_only() -> None:

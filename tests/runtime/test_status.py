@@ -114,8 +114,8 @@ def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> 
 class Pages:
     """The pages of many ranks, some of which are silent. The requests that are answered need two tests."""
 
-    def __init__(self, silent: Collection[int] = ()) -> None:
-        self.silent = set(silent)
+    def __init__(self, not_answering: Collection[int] = ()) -> None:
+        self.not_answering = set(not_answering)
         self.incomplete: set[int] = set()
         self.largest = 0
 
@@ -133,7 +133,7 @@ class Request:
 
     def Test(self) -> bool:  # noqa: N802 - the name in MPI
         self.tests += 1
-        if self.tests < 2 or self.rank in self.pages.silent:
+        if self.tests < 2 or self.rank in self.pages.not_answering:
             return False
         self.pages.incomplete.discard(self.rank)
         return True
@@ -148,20 +148,20 @@ def read_all(reader: PageReader, ranks: Iterable[int]) -> dict[int, Status | Non
 def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over several readings, since a request to a silent rank stays incomplete."""
     monkeypatch.setattr(status_module, "READ_GRACE_S", 0.3)
-    pages = Pages(silent=range(7, 1024, 40))
+    pages = Pages(not_answering=range(7, 1024, 40))
     reader = PageReader(pages.start)  # type: ignore[arg-type]
     for _ in range(3):
         status = read_all(reader, range(1024))
-        assert {rank for rank, found in status.items() if found is None} == pages.silent
+        assert {rank for rank, found in status.items() if found is None} == pages.not_answering
         assert all(found.what == f"forward of unit {rank}" for rank, found in status.items() if found)
     assert pages.largest == MAX_REQUESTS
-    pages.silent.clear()
+    pages.not_answering.clear()
     assert None not in read_all(reader, range(1024)).values(), "a rank that answers late is read the next time"
 
 
 def test_if_too_many_ranks_are_silent_the_reading_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_module, "READ_GRACE_S", 0.1)
-    reader = PageReader(Pages(silent=range(100)).start)  # type: ignore[arg-type]
+    reader = PageReader(Pages(not_answering=range(100)).start)  # type: ignore[arg-type]
     assert set(read_all(reader, range(300)).values()) == {None}
 
 

@@ -34,13 +34,13 @@ def forward_and_backward(num_units: int, num_microbatches: int) -> list[int]:
 
 def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
     """Return the fetches of equal units: the first ones stay resident, of the others the least recent is dropped."""
-    residency, in_use, count = CacheBudget(num_staying), dict[int, None](), 0
+    cache, in_use, count = CacheBudget(num_staying), dict[int, None](), 0
     for unit in uses:
-        if unit in residency:
+        if unit in cache:
             continue
         if unit not in in_use:
             count += 1
-            if residency.admit(unit, 1):
+            if cache.admit(unit, 1):
                 continue
             if len(in_use) == num_in_use:
                 del in_use[next(iter(in_use))]
@@ -55,12 +55,12 @@ def module() -> nn.Module:
 
 
 def test_a_budget() -> None:
-    residency = CacheBudget(10)
-    assert residency.admit("a", 4) and residency.admit("b", 6) and not residency.admit("c", 1)
-    assert residency.admit("a", 4) and residency.admitted_bytes == 10
-    residency.discard("a")
-    residency.discard("c")
-    assert "a" not in residency and "b" in residency and residency.fits(4) and not residency.fits(5)
+    cache = CacheBudget(10)
+    assert cache.admit("a", 4) and cache.admit("b", 6) and not cache.admit("c", 1)
+    assert cache.admit("a", 4) and cache.admitted_bytes == 10
+    cache.discard("a")
+    cache.discard("c")
+    assert "a" not in cache and "b" in cache and cache.fits(4) and not cache.fits(5)
     assert not CacheBudget().admit("a", 1)
 
 

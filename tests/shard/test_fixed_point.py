@@ -48,18 +48,18 @@ def new(count: int) -> list[FixedPointGradients]:
 
 
 def test_neither_order_nor_ranks_change_a_bit() -> None:
-    ranks, alone, steps = new(3), new(1), gradients(12)
+    ranks, single_rank, steps = new(3), new(1), gradients(12)
     for _ in range(4):
         window, finite = run(ranks, [steps[:2], steps[2:9], steps[9:]])
-        other, _ = run(alone, [steps[::-1]])
+        other, _ = run(single_rank, [steps[::-1]])
         assert finite and torch.equal(window, other)
-        assert ranks[0].exponents == ranks[2].exponents == alone[0].exponents
-        assert ranks[0].relative_error == alone[0].relative_error
+        assert ranks[0].exponents == ranks[2].exponents == single_rank[0].exponents
+        assert ranks[0].relative_error == single_rank[0].relative_error
     wanted = torch.stack([gradient.double() for gradient in steps]).sum(0)
-    got = alone[0].to_gradients(3, other, torch.empty(0, dtype=torch.float64))
+    got = single_rank[0].to_gradients(3, other, torch.empty(0, dtype=torch.float64))
     # Half a step of each of twelve.
-    assert (got - wanted).abs().max() <= 6 * 2.0 ** -alone[0].exponents[3]
-    assert 0 < alone[0].relative_error < 2.0**-40
+    assert (got - wanted).abs().max() <= 6 * 2.0 ** -single_rank[0].exponents[3]
+    assert 0 < single_rank[0].relative_error < 2.0**-40
     order = torch.stack(steps).sum(0), torch.stack(steps[::-1]).cumsum(0)[-1]
     assert not torch.equal(*order), "fp32 sums of these do not depend on their order: the test shows nothing"
 

@@ -71,7 +71,7 @@ def run(work: object) -> list[tuple[int, str]]:
     """Return the status after the last `statuses.clear()`, except for the end of the minibatch."""
     statuses.clear()
     run_ranks(1, work, transport=StatusRecorder)
-    return [note for note in statuses if note not in END]
+    return [status for status in statuses if status not in END]
 
 
 def test_units_and_microbatches_are_published() -> None:

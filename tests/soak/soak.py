@@ -67,11 +67,11 @@ class Life:
         """Have a thread serve, if this life has one."""
         stop = threading.Event()
 
-        def serve():
+        def make_progress():
             while not stop.wait(1e-3):
                 self.world.progress.run_tasks()
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=make_progress)
         if self.has_thread:
             thread.start()
         yield

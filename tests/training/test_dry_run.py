@@ -38,7 +38,7 @@ def test_a_dry_run_prints_memory_and_steps_and_writes_nothing(tmp_path, capsys, 
     before = files(tmp_path)
     assert cli.main(["train", "--config", str(path), "--dry-run", "--ranks", "2"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"steps   8, 8.00 epochs\ntokens  about 440, ", out) and "of other ranks, in place" in out
+    assert re.search(r"steps   8, 8.00 epochs\ntokens  about 440, ", out) and "of other ranks, mapped" in out
     assert re.search(r"\n  total +[\d,]+ MiB\n", out) and "first microbatch: not decoded: " in out
     assert files(tmp_path) == before
     assert cli.main(["train", "--config", str(path), "--dry-run", "--run.num_train_epochs", "4"]) == 0
@@ -70,7 +70,7 @@ def test_shards_and_states_are_divided_among_ranks_and_caches_are_bounded_by_the
     uncached, _ = sizes(MODEL, "--comm.gradient_cache_bytes=0", ranks=2)
     assert "gradient cache" not in uncached and uncached["gradients in transit"] > half["gradients in transit"]
     apart, _ = sizes(MODEL, ranks=2, per_node=1)
-    assert "of other ranks, in place" not in apart and apart["parameter cache"] > 0
+    assert "of other ranks, mapped" not in apart and apart["parameter cache"] > 0
     narrow, on_gpu = sizes(MODEL, "--model.param_dtype=bfloat16", "--run.device=cuda", "--optim.device=cuda", ranks=2)
     assert narrow["fp32 masters"] == 2 * narrow["parameters"] == half["parameters"]
     assert {"optimizer", "fp32 masters", "activations", "fetched units", "parameters", "gradients"} < on_gpu
@@ -86,7 +86,7 @@ def test_ranks_of_a_node_among_several_share_one_copy_of_the_model():
     numel = sum(p.numel() for p in from_config(MODEL, 0).module.parameters())
     shared, _ = sizes(MODEL, ranks=8, per_node=4)
     assert shared["node cache"] == pytest.approx(4 * numel / 4, rel=0.02)
-    assert not {"fetched units", "parameter cache", "of other ranks, in place"} & shared.keys()
+    assert not {"fetched units", "parameter cache", "of other ranks, mapped"} & shared.keys()
     each = [sizes(MODEL, "--comm.node_cache=off", ranks=8, per_node=4)[0]]
     each += [sizes(MODEL, "--comm.zero_copy=off", ranks=8, per_node=4)[0], sizes(MODEL, ranks=8, per_node=1)[0]]
     each += [sizes(MODEL, f"--comm.parameter_cache_bytes={numel - 1000}", ranks=8, per_node=4)[0]]
@@ -103,7 +103,7 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
         islands = sizes(MODEL, f"--islands.by={by}", ranks=8, per_node=4)[0]
         assert islands["parameters"] == 2 * flat["parameters"] and islands["optimizer"] == flat["optimizer"]
         assert islands["gradients"] == 3 * flat["gradients"]
-        assert islands["of other ranks, in place"] == pytest.approx(3 * islands["parameters"], rel=0.05)
+        assert islands["of other ranks, mapped"] == pytest.approx(3 * islands["parameters"], rel=0.05)
         assert "node cache" not in islands
     outer = sizes(MODEL, "--islands.by=4", "--islands.mode=outer", ranks=8, per_node=4)[0]
     for name in ("parameters", "optimizer", "gradients"):
@@ -111,7 +111,7 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
     # Outer parameters and momentum, their copies to save, and while synchronizing 4 arrays and 4 messages.
     assert outer["outer loop"] == (4 + 4 + 4) * outer["gradients"]
     uneven = sizes(MODEL, ranks=3, per_node=2)[0]
-    assert "of other ranks, in place" not in uneven  # on two nodes
+    assert "of other ranks, mapped" not in uneven  # on two nodes
     with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of 8, .* got 3$"):
         sizes(MODEL, "--islands.by=3", ranks=8, per_node=4)
 

@@ -49,9 +49,9 @@ def test_what_breaks_it_is_refused(setting: str, value: str, words: str) -> None
 
 
 def test_exponents_leave_headroom_for_a_later_division() -> None:
-    elements = FixedPointGradients({0: 10, 3: 20})
-    ExponentCallback(elements, 1000.0)
-    assert elements.exponents == {0: FIRST_EXPONENT - 10, 3: FIRST_EXPONENT - 10}
+    gradient_format = FixedPointGradients({0: 10, 3: 20})
+    ExponentCallback(gradient_format, 1000.0)
+    assert gradient_format.exponents == {0: FIRST_EXPONENT - 10, 3: FIRST_EXPONENT - 10}
 
 
 def test_torch_is_as_it_was_afterwards() -> None:
@@ -64,9 +64,9 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 
 def test_exponents_come_back_from_a_checkpoint() -> None:
-    elements = FixedPointGradients({0: 10, 3: 20})
-    elements.exponents = {0: 51, 3: -7}
-    state = ExponentCallback(elements).state_dict()
+    gradient_format = FixedPointGradients({0: 10, 3: 20})
+    gradient_format.exponents = {0: 51, 3: -7}
+    state = ExponentCallback(gradient_format).state_dict()
     assert state == {"fixed64_exponents": [51, -7]}
     other = FixedPointGradients({1: 10, 2: 20})
     ExponentCallback(other).load_state_dict(state)

@@ -207,8 +207,8 @@ class KVWindows:
         Call this before this rank waits for another rank, which may itself be waiting for these flags.
         """
         self._finish_copies()
-        held, self._held_flags = self._held_flags, []
-        for kind, ranks, value, what in held:
+        flags, self._held_flags = self._held_flags, []
+        for kind, ranks, value, what in flags:
             self.set_flags(kind, ranks, value, what)
 
     def flush(self, what: str) -> None:

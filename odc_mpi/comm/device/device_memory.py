@@ -18,8 +18,8 @@ _MASTER_BYTES = 4
 def free_device_bytes(world: World, device: Device) -> tuple[int, int]:
     """Return the free memory of this rank's GPU in bytes, and the number of ranks that share the GPU. Collective."""
     # By identity: each rank of a host may see only a GPU of its own.
-    own = gpu_uuid(world.host_rank)
-    return device.free_bytes(), world.gather_objects(own).count(own)
+    uuid = gpu_uuid(world.host_rank)
+    return device.free_bytes(), world.gather_objects(uuid).count(uuid)
 
 
 def device_shard_bytes(

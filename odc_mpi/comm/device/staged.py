@@ -1,6 +1,6 @@
 """Stores for models on a GPU whose shards are in host memory.
 
-Each store wraps an inner store with shards in host memory, and uses pinned memory for what the GPU cannot copy itself:
+Each store wraps an inner store with shards in host memory, and pinned memory for data that the GPU cannot copy itself:
 
     fetch   copies of mapped shards from their windows to the device; the inner store fetches other shards into pinned
             memory, from where they are copied to the device
@@ -127,11 +127,11 @@ class StagedParameters(ParameterStore):
     ) -> Work:
         """Start fetching unmapped shards into pinned memory, and copying mapped shards to the device."""
         inner.world.progress.run_tasks()
-        plan, data, near = inner.fetch_plan(index), buffer.view(torch.uint8), None
+        plan, data, copied = inner.fetch_plan(index), buffer.view(torch.uint8), None
         for owner, start, stop in plan.mapped:
-            near = self._copy(data[start:stop], inner.mapped_bytes(index, owner)[: stop - start], wait_for)
+            copied = self._copy(data[start:stop], inner.mapped_bytes(index, owner)[: stop - start], wait_for)
         if not plan.gets:
-            return Work(lambda: near)
+            return Work(lambda: copied)
         pinned = self._pinned.pool.acquire(data.numel(), torch.uint8)
         return Work(partial(self._copy_fetched, plan.unmapped, inner.start_gets(index, pinned), pinned, data, wait_for))
 

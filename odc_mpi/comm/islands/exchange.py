@@ -147,8 +147,8 @@ class IslandExchange(ShardStorage):
     def _push_complete_arrays(self) -> bool:
         """Push the arrays that all ranks in the island have finished. Return True if none are left. One-sided."""
         self._counters.sync()
-        wanted = self._num_minibatches * self._islands.island.size
-        complete = {index for index in self._unpushed if self._counts[index] == wanted}
+        num_pushes = self._num_minibatches * self._islands.island.size
+        complete = {index for index in self._unpushed if self._counts[index] == num_pushes}
         if complete:
             self._gradients.add_received()
         for index in sorted(complete):
@@ -165,8 +165,8 @@ class IslandExchange(ShardStorage):
             for index, layout in enumerate(self.layouts):
                 if layout.trainable or not self._has_sent_frozen:
                     shard = as_mpi_buffer(self.parameter_shard(index).view(torch.uint8))
-                    parts = chain.from_iterable(self._parts(index, rank) for rank in others)
-                    self._window.put_messages(shard, parts)
+                    messages = chain.from_iterable(self._parts(index, rank) for rank in others)
+                    self._window.put_messages(shard, messages)
             self._window.flush()
         self._has_sent_frozen = True
         self.wait_s += perf_counter() - began

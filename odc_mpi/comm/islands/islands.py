@@ -51,12 +51,12 @@ class Islands:
         self.column = world.split(local_rank)
         self.column_ranks = [island * num_ranks + local_rank for island in range(self.size)]
         self._world = world
-        world.set_places([f"{host} (island {rank // num_ranks})" for rank, host in enumerate(world.hosts)])
+        world.set_locations([f"{host} (island {rank // num_ranks})" for rank, host in enumerate(world.hosts)])
 
     def close(self) -> None:
         """Close the worlds of the island and the column. Collective. Idempotent."""
         self.is_closed = True
-        self._world.set_places(self._world.hosts)
+        self._world.set_locations(self._world.hosts)
         self.column.close()
         self.island.close()
 

@@ -20,9 +20,9 @@ from odc_mpi.runtime.world import World
 
 #: Messages are sent in units of this many bytes, so that counts fit into 32 bits.
 _UNIT_BYTES = 4096
-#: Messages are divided into at most `_MAX_PIECES` pieces of at least `_MIN_PIECE_UNITS` units. Each arrival of a piece
+#: Messages are divided into at most `_MAX_PARTS` parts of at least `_MIN_PART_UNITS` units. Each arrival of a part
 #: extends the deadline of ranks that wait, so a slow network is not taken for a fault.
-_MAX_PIECES, _MIN_PIECE_UNITS = 64, 1024
+_MAX_PARTS, _MIN_PART_UNITS = 64, 1024
 
 
 class SyncResult(NamedTuple):
@@ -90,13 +90,13 @@ class FragmentExchange:
         self._sent = np.zeros(num_units * _UNIT_BYTES, dtype=np.uint8)
         self._sent[: len(message)] = message
         self._received = np.empty((self._islands.size, self._sent.size), dtype=np.uint8)
-        piece_units = max(_MIN_PIECE_UNITS, -(-num_units // _MAX_PIECES))
-        for first in range(0, num_units, piece_units):
-            count = min(piece_units, num_units - first)
-            sent = [self._sent[first * _UNIT_BYTES :], count, self._unit]
+        part_units = max(_MIN_PART_UNITS, -(-num_units // _MAX_PARTS))
+        for first in range(0, num_units, part_units):
+            count = min(part_units, num_units - first)
+            to_send = [self._sent[first * _UNIT_BYTES :], count, self._unit]
             offsets = [island * num_units + first for island in range(self._islands.size)]
             received = [self._received, [count] * self._islands.size, offsets, self._unit]
-            self._requests.append(self._islands.column.comm.Iallgatherv(sent, received))
+            self._requests.append(self._islands.column.comm.Iallgatherv(to_send, received))
 
     def receive(self) -> Received | None:
         """Wait for the differences in flight, and return their mean. Collective.
@@ -145,10 +145,10 @@ class FragmentExchange:
 
     def _wait(self) -> torch.Tensor:
         """Return the padded messages of this rank's column, `[islands, n]` uint8, once all have arrived. Collective."""
-        num_pieces = len(self._requests)
+        num_parts = len(self._requests)
         for number, request in enumerate(self._requests, 1):
-            piece = f" (piece {number} of {num_pieces})" if num_pieces > 1 else ""
-            self._islands.column.wait_collective(request, f"receiving the parameters of other islands{piece}")
+            part = f" (part {number} of {num_parts})" if num_parts > 1 else ""
+            self._islands.column.wait_collective(request, f"receiving the parameters of other islands{part}")
         received = torch.from_numpy(self._received)
         self._requests, self._sent, self._received = [], np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8)
         return received
@@ -184,6 +184,6 @@ def _mean_cosine(norms: Sequence[float], mean_norm: float, weights: Sequence[flo
 
     It follows from the norms alone, because the square of the mean contains the inner products of all pairs.
     """
-    own = sum((weight * norm) ** 2 for weight, norm in zip(weights, norms, strict=True) if weight)
+    squares = sum((weight * norm) ** 2 for weight, norm in zip(weights, norms, strict=True) if weight)
     all_pairs = sum(weight * norm for weight, norm in zip(weights, norms, strict=True) if weight) ** 2
-    return (mean_norm**2 - own) / (all_pairs - own) if all_pairs > own else 0.0
+    return (mean_norm**2 - squares) / (all_pairs - squares) if all_pairs > squares else 0.0

@@ -82,8 +82,8 @@ class AccumulateGradientStore(WindowGradientStore):
     @override
     def shard(self, index: int) -> torch.Tensor:
         start = self._starts[index]
-        own = self._windows[self._window_of(self.world.rank)].tensor
-        return own[start : start + self.layouts[index].shard_numel]
+        shards = self._windows[self._window_of(self.world.rank)].tensor
+        return shards[start : start + self.layouts[index].shard_numel]
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
@@ -92,8 +92,8 @@ class AccumulateGradientStore(WindowGradientStore):
         what = f"accumulating the gradient of unit {layout.name}"
         owners, by_window = self._plan_of(layout.shard_numel, start, start + gradient.numel())
         with self.world.deadline(what, owners):
-            for number, parts in by_window.items():
-                self._windows[number].accumulate_messages(values, parts, self._starts[index])
+            for number, to_send in by_window.items():
+                self._windows[number].accumulate_messages(values, to_send, self._starts[index])
         # Local completion, after which the buffer may be reused. `flush` completes the operation at the targets.
         return deferred_flush(self.world, self._flush_local, what, owners, gradient)
 
@@ -121,8 +121,8 @@ class AccumulateGradientStore(WindowGradientStore):
         by_window: dict[int, list[Message]] = {}
         ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, start, stop))
         for owner, begin, end in ranges:
-            parts = messages(owner, begin - owner * shard_numel, end - begin, begin - start)
-            by_window.setdefault(self._window_of(owner), []).extend(parts)
+            to_send = messages(owner, begin - owner * shard_numel, end - begin, begin - start)
+            by_window.setdefault(self._window_of(owner), []).extend(to_send)
         return tuple(owner for owner, _, _ in ranges), by_window
 
     def _window_of(self, owner: int) -> int:

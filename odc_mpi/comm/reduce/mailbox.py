@@ -91,7 +91,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._tails = [0] * self._rings.count
         # For each ring, number of slots between the outgoing tail and the tail.
         self._num_withheld = [0] * self._rings.count
-        # For each ring, the slots behind its tail that were added: their end by their position.
+        # For each ring, the slots after its tail that were added: their end by their position.
         self._added: list[dict[int, int]] = [{} for _ in self._tails]
         self._consumed_bytes = memoryview(self._consumed.view(np.uint8))  # type: ignore[arg-type]
         self._unflushed: list[int] = []
@@ -130,12 +130,12 @@ class MailboxGradientStore(WindowGradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         layout = self.layouts[index]
-        owners, parts, own = self._plan_of(layout.shard_numel, start, start + gradient.numel())
-        push = PendingPush(layout.name, index, gradient, self._slots.values(gradient), *parts.copy())
+        owners, remote_ranges, local_ranges = self._plan_of(layout.shard_numel, start, start + gradient.numel())
+        push = PendingPush(layout.name, index, gradient, self._slots.values(gradient), *remote_ranges.copy())
         self._queue.append(push)
         with self.world.deadline(f"pushing the gradient of unit {layout.name}", owners):
             self._fill_rings()
-            for begin, part in own:
+            for begin, part in local_ranges:
                 self._slots.add_own_shard(index, begin, gradient[part])
         self.make_progress()
         return Work(partial(self._wait, push))
@@ -238,8 +238,8 @@ class MailboxGradientStore(WindowGradientStore):
             self._inbox.flush()
 
     def _put(self, slots: ReservedSlots) -> None:
-        values, owners, places, headers, firsts = slots
-        starts = self._counters_bytes + self.world.rank * self._table_bytes + places * HEADER_BYTES
+        values, owners, header_numbers, headers, firsts = slots
+        starts = self._counters_bytes + self.world.rank * self._table_bytes + header_numbers * HEADER_BYTES
         sizes = np.full_like(owners, HEADER_BYTES)
         self._inbox.put_messages(headers, to_messages(owners, starts, sizes, np.cumsum(sizes) - HEADER_BYTES))
         _, _, numels, positions = headers.T
@@ -285,7 +285,7 @@ class MailboxGradientStore(WindowGradientStore):
         return slots
 
     def _release_room(self, ring: int) -> None:
-        """Move the tail of a ring behind added slots, and Put it to the senders if it has moved far enough."""
+        """Advance the tail of a ring past added slots, and Put it to the senders if it has moved far enough."""
         added, tail = self._added[ring], self._tails[ring]
         while (end := added.pop(tail, None)) is not None:
             tail = end
@@ -299,8 +299,8 @@ class MailboxGradientStore(WindowGradientStore):
             self._num_withheld[ring] = 0
             self._inbox.sync()  # no load of a slot may move after the Put that allows origins to overwrite it
             origins = self._rings.origins[ring]
-            start, place = self.world.rank * COUNTER_BYTES, (COUNTER_BYTES, ring * COUNTER_BYTES)
-            self._credit_window.put_messages(self._outgoing_tails, ((origin, start, place) for origin in origins))
+            start, span = self.world.rank * COUNTER_BYTES, (COUNTER_BYTES, ring * COUNTER_BYTES)
+            self._credit_window.put_messages(self._outgoing_tails, ((origin, start, span) for origin in origins))
             self._unflushed.extend(origins)
 
     def _plan_push(
@@ -314,6 +314,8 @@ class MailboxGradientStore(WindowGradientStore):
         """
         rank = self.world.rank
         ranges = tuple(ranges_by_owner(shard_numel, rank, start, stop))
-        own = [(begin - rank * shard_numel, slice(begin - start, end - start)) for r, begin, end in ranges if r == rank]
+        local_ranges = [
+            (begin - rank * shard_numel, slice(begin - start, end - start)) for r, begin, end in ranges if r == rank
+        ]
         others = [(r, begin - r * shard_numel, begin - start, end - begin) for r, begin, end in ranges if r != rank]
-        return tuple(r for r, *_ in others), np.array(others, dtype=np.int64).reshape(-1, 4).T, own
+        return tuple(r for r, *_ in others), np.array(others, dtype=np.int64).reshape(-1, 4).T, local_ranges

@@ -11,7 +11,7 @@ Note: no deadlock
 
 Note: late senders
     If a rank is late between the reservation and the end of its Puts, the owner adds the slots of other ranks
-    nevertheless, but room behind the reserved slot is not reused. When the ring is full, its other senders wait, and
+    nevertheless, but room after the reserved slot is not reused. When the ring is full, its other senders wait, and
     their deadline names the late rank.
 """
 
@@ -60,14 +60,14 @@ class ReservedSlots(NamedTuple):
     """Slots for elements of a push, one in a ring of each owner.
 
     Attributes:
-        places: Positions of the headers in the tables that the owners keep for this rank, int64 `[n]`.
+        header_numbers: Positions of the headers in the tables that the owners keep for this rank, int64 `[n]`.
         headers: Headers, int64 `[n, 4]`: array, first element in the owner's shard, numel, position in the ring.
         firsts: Index in `values` of the first element of each slot, int64 `[n]`.
     """
 
     values: Memory
     owners: np.ndarray
-    places: np.ndarray
+    header_numbers: np.ndarray
     headers: np.ndarray
     firsts: np.ndarray
 
@@ -117,7 +117,7 @@ class Rings:
         rank, size = self._world.rank, self._world.size
         # Number of slots for which this rank has reserved room at each owner.
         self.num_reserved = np.zeros(size, dtype=np.int64)
-        # End of the slot whose header was the last in each place of this rank's table at each owner.
+        # End of the slot whose header was the last at each position of this rank's table at each owner.
         self._header_ends = np.zeros((size, self.num_headers), dtype=np.int64)
         if not self._shared:
             # A rank has no ring in its own inbox.
@@ -150,12 +150,12 @@ class Rings:
         slots = self._next_slots(push, tails, waiting)
         if slots is None:
             return None
-        chosen, owners, places, numels, positions, ends = slots
+        chosen, owners, header_numbers, numels, positions, ends = slots
         self._ends[owners] = ends
-        self._header_ends[owners, places] = ends
+        self._header_ends[owners, header_numbers] = ends
         self.num_reserved[owners] += 1
         headers = np.stack([np.full_like(owners, push.index), push.starts[chosen], numels, positions], axis=1)
-        reserved = ReservedSlots(push.values, owners, places, headers, push.firsts[chosen])
+        reserved = ReservedSlots(push.values, owners, header_numbers, headers, push.firsts[chosen])
         push.starts[chosen] += numels
         push.firsts[chosen] += numels
         push.numels[chosen] -= numels
@@ -199,9 +199,9 @@ class Rings:
         fitting = (self.ring_bytes - positions % self.ring_bytes) // self._itemsize
         numels = np.minimum(np.minimum(push.numels, self._max_numel), fitting)
         ends = positions + self.slot_bytes(numels)
-        places = self.num_reserved[push.owners] % self.num_headers
-        has_room = (ends <= tails + self.ring_bytes) & (self._header_ends[push.owners, places] <= tails)
+        header_numbers = self.num_reserved[push.owners] % self.num_headers
+        has_room = (ends <= tails + self.ring_bytes) & (self._header_ends[push.owners, header_numbers] <= tails)
         chosen = np.flatnonzero(has_room & (push.numels > 0) & ~waiting[push.owners])
         if not chosen.size:
             return None
-        return chosen, push.owners[chosen], places[chosen], numels[chosen], positions[chosen], ends[chosen]
+        return chosen, push.owners[chosen], header_numbers[chosen], numels[chosen], positions[chosen], ends[chosen]

@@ -70,8 +70,8 @@ class HostSlots:
             firsts: Index in the gradient of the first element of each slot, int64 `[n]`.
         """
         itemsize = self.dtype.itemsize
-        parts = to_messages(owners, self._rings_start + offsets, numels * itemsize, firsts * itemsize)
-        self._window.put_messages(values, parts)
+        messages = to_messages(owners, self._rings_start + offsets, numels * itemsize, firsts * itemsize)
+        self._window.put_messages(values, messages)
 
     def flush(self) -> None:
         """Complete the writes of elements at all owners, except for Puts into their inboxes. One-sided."""

@@ -3,7 +3,7 @@
 MPI does not allocate device memory. `Device.empty_for_windows` allocates it directly from CUDA, because memory from a
 pool may have no handle that other processes can open. Without one, MPI libraries copy through the host or fail.
 
-Which operations work on a `DeviceWindow`, and whether they wait for their target, depends on the MPI library. Device
+The MPI library determines the operations that work on a `DeviceWindow`, and whether they wait for their target. Device
 windows are used where `odc-mpi doctor` has found that they work (`probe.device_probe`) or where the settings require
 them. A window orders only MPI operations, so `comm.device.device_stores` synchronizes windows with streams.
 
@@ -136,10 +136,12 @@ def _cuda_errors() -> Iterator[None]:
 
 @_cuda_errors()
 def _write(world: World, window: MappedDeviceWindow, device: Device) -> None:
-    own = torch.full((_TEST_BYTES,), world.rank + 1, dtype=torch.uint8, device=device.torch_device)
+    values = torch.full((_TEST_BYTES,), world.rank + 1, dtype=torch.uint8, device=device.torch_device)
     begin = _TEST_BYTES * world.rank
     for target in range(world.size):
-        device.copy(window.mapped_shard(target)[begin : begin + _TEST_BYTES], own, device.record_event()).synchronize()
+        device.copy(
+            window.mapped_shard(target)[begin : begin + _TEST_BYTES], values, device.record_event()
+        ).synchronize()
 
 
 @_cuda_errors()

@@ -3,7 +3,7 @@
 Each array has a word in shared memory: the parameter version, the fetching rank, and whether its fetch is complete.
 
     claim    the first rank that needs an array sets its word by compare-and-swap and fetches the array
-    ready    after the transfer, that rank sets the word again; other ranks wait until then and read the array in place
+    ready    after the transfer, that rank sets the word again; other ranks wait until then and read the array directly
     publish  each publication increments the version on every rank; a word with an earlier version counts as unclaimed.
              For frozen arrays, the version stays that of the first publication
 
@@ -112,8 +112,8 @@ class NodeCache(ShardStorage, ParameterStore):
 
     def take_shared_fetches(self) -> list[int]:
         """Return the array index of each fetch that the cache has served without a transfer since the last call."""
-        taken, self._shared_fetches = self._shared_fetches, []
-        return taken
+        indices, self._shared_fetches = self._shared_fetches, []
+        return indices
 
     def _word(self, index: int, local_rank: int) -> int:
         """Return the word of an array claimed by a rank on the node. The word of a ready array is larger by 1."""

@@ -1,7 +1,7 @@
 """Parameter store with the shards of all arrays in one MPI window.
 
-With a `SharedWindow` on one node, the node's memory holds full arrays one after another, and a fetch returns a view.
-Otherwise, each rank's memory holds its shards one after another. A fetch then starts an MPI_Get for each shard that
+With a `SharedWindow` on one node, the node's memory holds full arrays contiguously, and a fetch returns a view.
+Otherwise, each rank's memory holds its shards contiguously. A fetch then starts an MPI_Get for each shard that
 this rank does not map, copies the mapped shards in the meantime, and flushes the window. Arrays of equal size share the
 steps of a fetch (`FetchPlan`). A flush completes all fetches in flight, of which there is usually one, since a single
 thread prefetches (`shard.prefetch`).

@@ -96,8 +96,8 @@ class Window:
         """
         get, element, limit = self._win.Get, self._copied, self._max_get_numel
         for target, start, (numel, first) in parts:
-            for done in range(0, numel, limit):
-                get([buffer, (min(limit, numel - done), first + done), element], target, base + start + done)
+            for offset in range(0, numel, limit):
+                get([buffer, (min(limit, numel - offset), first + offset), element], target, base + start + offset)
 
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         """Start overwriting parts of other ranks' shards with parts of `values`, a contiguous buffer. One-sided.
@@ -279,5 +279,5 @@ def deferred_flush(
 
 def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
     """Yield messages for `numel` elements, beginning at `start` in the shard and at `first` in the buffer."""
-    for done in range(0, numel, MAX_MESSAGE_NUMEL):
-        yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)
+    for offset in range(0, numel, MAX_MESSAGE_NUMEL):
+        yield target, start + offset, (min(MAX_MESSAGE_NUMEL, numel - offset), first + offset)

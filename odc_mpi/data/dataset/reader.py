@@ -256,13 +256,13 @@ def _check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike)
     parents = [str(parent) for parent in PurePosixPath(name).parents][:-1]
     if any(not isinstance(file.get(part, getlink=True), h5py.HardLink) for part in (*reversed(parents), name)):
         raise DamagedDatasetError(path, f"{name!r} is missing, or a link")
-    found, item = file[name], np.dtype(dtype)
-    if not isinstance(found, h5py.Dataset) or found.dtype != item or found.ndim != 1:
+    stored, item = file[name], np.dtype(dtype)
+    if not isinstance(stored, h5py.Dataset) or stored.dtype != item or stored.ndim != 1:
         raise DamagedDatasetError(path, f"{name!r} is not a vector of {item.name}")
-    if found.is_virtual or found.external or not found.fletcher32 or found.chunks is None:
+    if stored.is_virtual or stored.external or not stored.fletcher32 or stored.chunks is None:
         raise DamagedDatasetError(path, f"{name!r} is not stored in chunks with checksums in this file")
-    (chunk,) = found.chunks
-    num_chunks = -(-len(found) // chunk)
-    if found.id.get_storage_size() != num_chunks * (chunk * item.itemsize + _CHECKSUM_BYTES):
+    (chunk,) = stored.chunks
+    num_chunks = -(-len(stored) // chunk)
+    if stored.id.get_storage_size() != num_chunks * (chunk * item.itemsize + _CHECKSUM_BYTES):
         raise DamagedDatasetError(path, f"{name!r} is incomplete")
-    return found
+    return stored

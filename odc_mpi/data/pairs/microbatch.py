@@ -95,6 +95,6 @@ def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobat
     indices = torch.arange(len(tokens), device=tokens.device)
     # For each position, the index of the last token up to it that is not padding.
     last = torch.where(tokens == padding, -1, indices).cummax(0).values
-    found = last[bounds[1:] - 1]
-    positions = torch.maximum(torch.where(found < starts, last[prompt_ends], found), pair_starts)
+    sequence_ends = last[bounds[1:] - 1]
+    positions = torch.maximum(torch.where(sequence_ends < starts, last[prompt_ends], sequence_ends), pair_starts)
     return replace(microbatch, logit_positions=positions, targets=tokens[positions], answers=indices[: len(positions)])

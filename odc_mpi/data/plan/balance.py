@@ -72,8 +72,8 @@ class Plan:
         """Return the microbatches in the pool that `rank` may claim: those of its island, in order."""
         if not (self.islands and self.pool):
             return self.pool
-        own = set(self.islands[self.island_of(rank)])
-        return tuple(microbatch for microbatch in self.pool if microbatch[0] in own)
+        sequences = set(self.islands[self.island_of(rank)])
+        return tuple(microbatch for microbatch in self.pool if microbatch[0] in sequences)
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -206,11 +206,11 @@ def plan_islands(
     for part in parts:
         plan = plan_island(lengths[part])
         assert not plan.splits, "split sequences on islands"
-        *own, own_pool = (
+        *per_rank, island_pool = (
             tuple(tuple([part[i] for i in indices]) for indices in each) for each in (*plan.microbatches, plan.pool)
         )
-        microbatches += own
-        pool += own_pool
+        microbatches += per_rank
+        pool += island_pool
     return Plan(tuple(microbatches), tuple(pool), islands=tuple(map(tuple, parts)))
 
 

@@ -68,19 +68,19 @@ def makespan(
     of `size` ranks to `1 + spread` on the last. `available_at` contains the time at which each rank starts to claim
     items, float64 [size]; None if all ranks start at 0.
     """
-    left = np.asarray(work, dtype=np.float64)
+    costs = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)
     slowness = 1 + spread * (2 * ranks / (size - 1) - 1 if size > 1 else 0 * ranks)
     free = np.zeros(size) if available_at is None else available_at.copy()
-    while len(left):
+    while len(costs):
         # `count` ranks claim one item each before one of them is idle again.
-        claiming = np.argsort(free, kind="stable")[: len(left)]
+        claiming = np.argsort(free, kind="stable")[: len(costs)]
         began = free[claiming]
-        ended = began + left[: len(claiming)] * slowness[claiming]
+        ended = began + costs[: len(claiming)] * slowness[claiming]
         waits = began[1:] >= np.minimum.accumulate(ended)[:-1]
         count = int(waits.argmax()) + 1 if waits.any() else len(claiming)
         free[claiming[:count]] = ended[:count]
-        left = left[count:]
+        costs = costs[count:]
     return float(free.max())
 
 

@@ -29,7 +29,7 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     The number of bytes passed to `on_bytes_read` is approximate. Raises a `UserError` if the file or a value cannot be
     read, or if pyarrow is missing.
     """
-    size, done = path.stat().st_size, 0
+    size, num_rows_read = path.stat().st_size, 0
     with _opened(path) as file:
         from pyarrow.types import is_temporal
 
@@ -40,10 +40,10 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
             try:
                 rows = [_without_nulls(row) for row in batch.select(no_times).to_pylist()]
             except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
-                place = f"{path}, rows {done + 1} to {done + batch.num_rows}"
+                place = f"{path}, rows {num_rows_read + 1} to {num_rows_read + batch.num_rows}"
                 raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
-            yield Block(str(path), "row", list(enumerate(rows, done + 1)))
-            done += batch.num_rows
+            yield Block(str(path), "row", list(enumerate(rows, num_rows_read + 1)))
+            num_rows_read += batch.num_rows
             on_bytes_read(size * batch.num_rows // total)
 
 
@@ -104,12 +104,12 @@ def load(name: str, split: str | None) -> Any:
         if not Path(name).is_dir():
             owner, title, *configuration = name.split("/")
             return datasets.load_dataset(f"{owner}/{title}", *configuration, split=split or _DEFAULT_SPLIT)
-        found = datasets.load_from_disk(name)
+        loaded = datasets.load_from_disk(name)
     except Exception as error:  # of many kinds: no network, no permission, damaged files
         raise UserError(
             f"the data set {name!r} cannot be loaded ({one_line_message(error)}): change SOURCE or --split"
         ) from error
-    splits = dict(found) if isinstance(found, dict) else {str(found.split or _DEFAULT_SPLIT): found}
+    splits = dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or _DEFAULT_SPLIT): loaded}
     chosen = split or (next(iter(splits)) if len(splits) == 1 else _DEFAULT_SPLIT)
     if chosen not in splits:
         raise UserError(f"--split: expected one of {', '.join(splits)} for {name!r}, got {chosen!r}")

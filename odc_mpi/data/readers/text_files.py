@@ -214,9 +214,9 @@ class _JsonArray:
 
     def take(self, character: str) -> None:
         """Skip a character, which must be the next one that is not whitespace. "" is the end of the file."""
-        found = self.peek()
-        if found != character:
-            expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
+        next_character = self.peek()
+        if next_character != character:
+            expected, got = (repr(each) if each else "the end of the file" for each in (character, next_character))
             raise self._error(f"expected {expected} in a JSON array, got {got}", self._position)
         self._position += len(character)
 
@@ -245,6 +245,6 @@ class _JsonArray:
         return bool(more)
 
     def _error(self, message: str, position: int) -> ValueError:
-        found = self._text[position : position + _SHOWN_CHARS]
-        text = f", {found!r}" if found else ""
+        next_characters = self._text[position : position + _SHOWN_CHARS]
+        text = f", {next_characters!r}" if next_characters else ""
         return ValueError(f"{message} at character {self._offset + position + 1:,}{text}")

@@ -141,15 +141,15 @@ def _narrow(tensor: PlacedTensor, dim: int, start: int, stop: int) -> list[Regio
     return [part for region in tensor.regions if (part := region.clip(tuple(box)))]
 
 
-def _split(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, _: Any, dim: int = 0) -> Iterator[list[Region]]:
+def _split(results: Sequence[PlacedTensor], tensor: PlacedTensor, _: Any, dim: int = 0) -> Iterator[list[Region]]:
     stop = 0
-    for piece in pieces:
-        start, stop = stop, stop + piece.shape[dim]
+    for result in results:
+        start, stop = stop, stop + result.shape[dim]
         yield _narrow(tensor, dim, start, stop)
 
 
-def _unbind(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, dim: int = 0) -> Iterator[list[Region]]:
-    for index in range(len(pieces)):
+def _unbind(results: Sequence[PlacedTensor], tensor: PlacedTensor, dim: int = 0) -> Iterator[list[Region]]:
+    for index in range(len(results)):
         yield [region.drop(dim) for region in _narrow(tensor, dim, index, index + 1)]
 
 

@@ -60,10 +60,10 @@ class SafetensorsWeights(HashedWeights):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
         for name, parameter in module.named_parameters():
-            found = [self._placed[alias] for alias in aliases[parameter] if alias in self._placed]
-            if found:
-                self._placed[name], *self._copies[name] = found
-                for placed in found:
+            placed_aliases = [self._placed[alias] for alias in aliases[parameter] if alias in self._placed]
+            if placed_aliases:
+                self._placed[name], *self._copies[name] = placed_aliases
+                for placed in placed_aliases:
                     self._check(name, placed, parameter.shape)
                 if self._copies[name]:
                     self.read(name, 0, parameter.shape[-1])  # all ranks compare this row; later each only its slice
@@ -103,10 +103,10 @@ class SafetensorsWeights(HashedWeights):
         try:
             with (self._path / file).open("rb") as opened:
                 opened.seek(int(block) * _BLOCK_BYTES)
-                left = _BLOCK_BYTES
-                while left and (content := opened.read(min(left, _READ_BYTES))):
+                num_left = _BLOCK_BYTES
+                while num_left and (content := opened.read(min(num_left, _READ_BYTES))):
                     digest.update(content)
-                    left -= len(content)
+                    num_left -= len(content)
         except OSError as error:
             raise UserError(f"model.path: cannot read {self._path / file}: {error.strerror}") from error
         return digest.hexdigest()

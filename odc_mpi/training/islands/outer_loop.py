@@ -255,8 +255,8 @@ class OuterLoop:
 
 def merge_results(results: Sequence[SyncResult | None]) -> SyncResult | None:
     """Merge the results of all synchronizations after a step. Return None if there were none."""
-    found = [each for each in results if each]
-    if len(found) < 2:
-        return found[0] if found else None
-    norms, cosines, left_out, num_bytes, waits = zip(*found, strict=True)
+    present = [each for each in results if each]
+    if len(present) < 2:
+        return present[0] if present else None
+    norms, cosines, left_out, num_bytes, waits = zip(*present, strict=True)
     return SyncResult(math.hypot(*norms), sum(cosines) / len(cosines), sum(left_out), sum(num_bytes), sum(waits))

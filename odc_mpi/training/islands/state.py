@@ -9,7 +9,7 @@ same way on every island, holds the outer parameters, which all islands share. R
     island/K/optimizer/KEY/NAME     optimizer state of island K                               written by island K
     island/K/KEY/NAME               other state of island K, such as a residual               written by island K
 
-What a run restores:
+State that a run restores:
 
     checkpoint                      parameters      optimizer state     outer state     other state of the island
     of the same number of islands   island K's      island K's          all             island K's

@@ -52,25 +52,27 @@ class Reader:
         self._settings = settings
         self._sections = list(dict.fromkeys(name.partition(".")[0] for name in settings))
         leaves = [name.partition(".")[2] for name in settings]
-        own = {leaf: name for leaf, name in zip(leaves, settings, strict=True) if leaves.count(leaf) == 1}
-        del own["config"]  # `--config` is the file
+        unique = {leaf: name for leaf, name in zip(leaves, settings, strict=True) if leaves.count(leaf) == 1}
+        del unique["config"]  # `--config` is the file
         #: Settings, keyed by their names without the section.
-        self._by_leaf = own | aliases.ALIASES
+        self._by_leaf = unique | aliases.ALIASES
         #: Settings that have the same name in several sections, keyed by this name.
-        self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
+        self._shared = {
+            leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*unique}
+        }
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
         """Return values and their sources, by setting. `arguments` override `document`, the parsed YAML of `source`."""
-        given = [*self._flatten(document, source), *split_arguments(arguments)]
+        items = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective
-        for item in given:
+        for item in items:
             if item.name in (_OBJECTIVE, _OBJECTIVE.partition(".")[2]):
                 objective = item.value if item.words is None else " ".join(item.words)
                 section = _SECTIONS.get(objective, "") if isinstance(objective, str) else ""
-        names = self._resolve_all(given, section)
+        names = self._resolve_all(items, section)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        for item, name in zip(given, names, strict=True):
+        for item, name in zip(items, names, strict=True):
             self._set(values, item, name)
             sources[self._mapping_of(name) or name] = item.source
             if values.get(name) and (other := _EXCLUSIVE.get(name)):

@@ -66,7 +66,7 @@ def validate_value(name: str, setting: Setting, value: Any) -> Any:
         names = [name.strip() for name in value.split(",")]
         lists: dict[Any, list[Any]] = {list[str]: names, list[float]: [*map(read_value, names)]}
         lists[list[int]] = lists[list[float]]
-        value = next((found for kind, found in lists.items() if kind in members and _fits(found, kind)), value)
+        value = next((option for kind, option in lists.items() if kind in members and _fits(option, kind)), value)
     if not any(_fits(value, kind) for kind in members):
         remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
         raise UserError(f"{expected}, got {format_value(value)}{setting.explain(value) if setting.explain else remedy}")

@@ -41,7 +41,7 @@ world = World(timeout_s=100)
 def fail(*_):
     raise KeyError("my own mistake")
 work = fail if world.rank == world.size - 1 else lambda *_: None
-{hand_over}
+{start_work}
 if world.rank == world.size - 1:
     time.sleep(30)
 world.gather_objects(None)
@@ -136,15 +136,15 @@ def test_ranks_with_the_same_error_print_one_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("thread", "ranks", "hand_over"),
+    ("thread", "ranks", "start_work"),
     [
         ("watchdog", 1, "StatusPage.heartbeat = work"),
         ("status", 2, "world.prepare_threads(work)"),
         ("progress", 2, "ProgressThread(world, work)"),
     ],
 )
-def test_a_failed_thread_of_the_package_ends_the_job_with_its_traceback(tmp_path, thread, ranks, hand_over):
-    done = launch(ranks, script(tmp_path, THREAD_FAILS.format(hand_over=hand_over)), timeout_s=50)
+def test_a_failed_thread_of_the_package_ends_the_job_with_its_traceback(tmp_path, thread, ranks, start_work):
+    done = launch(ranks, script(tmp_path, THREAD_FAILS.format(start_work=start_work)), timeout_s=50)
     assert done.code != 0 and done.seconds < 25
     assert f"rank {ranks - 1} failed in its thread odc_mpi-{thread}:" in done.err
     assert 'raise KeyError("my own mistake")' in done.err

@@ -19,11 +19,11 @@ def serving(transport, pause_s):
     """Have a thread serve, as `comm.progress: thread` does."""
     stop = threading.Event()
 
-    def serve():
+    def make_progress():
         while not stop.wait(pause_s):
             transport.gradients.make_progress()
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=make_progress)
     thread.start()
     yield
     stop.set()

@@ -86,7 +86,7 @@ def test_a_node_asks_another_once_whether_it_has_any_left(world):
     made = Tickets(Nodes(world, [0, *[1] * (world.size - 1)]))
     asked = []
     fetch = made._window.fetch_and_add
-    made._window.fetch_and_add = lambda host, *rest: asked.append(host) or fetch(host, *rest)
+    made._window.fetch_and_add = lambda target, *rest: asked.append(target) or fetch(target, *rest)
     for _ in range(2):  # the second time as the first: the reset clears the cached counts
         asked.clear()
         published(world)

@@ -49,8 +49,8 @@ def test_every_item_once_through_thousands_of_steps(world, work_queue, request):
             if item % 7 == 6 or not work_queue.publish(item, content(minibatch, item)):
                 work_queue.mark_done(item)
                 total[item] += 1
-        while (look := work_queue.snapshot(count)).num_done < count:
-            for item, owner, found in work_queue.claim(look.published):
+        while (queue_state := work_queue.snapshot(count)).num_done < count:
+            for item, owner, found in work_queue.claim(queue_state.published):
                 assert found == content(minibatch, item) and owner == item % world.size
                 num_from_others += owner != world.rank
                 total[item] += 1
@@ -70,11 +70,11 @@ def test_the_largest_comes_first_and_the_board_shows_ranks_at_work(world, work_q
             assert work_queue.publish(item, bytes(size))
         work_queue.mark_done(5)
     world.gather_objects(None)
-    look = work_queue.snapshot(7)
-    assert look == ({0: 0}, 1, [2, 4, 3, 1], 1, 6)
+    queue_state = work_queue.snapshot(7)
+    assert queue_state == ({0: 0}, 1, [2, 4, 3, 1], 1, 6)
     world.gather_objects(None)
     if world.rank == world.size - 1:
-        claimed = [(item, len(found)) for item, _, found in work_queue.claim(look.published)]
+        claimed = [(item, len(found)) for item, _, found in work_queue.claim(queue_state.published)]
         assert claimed == [(2, 30), (4, 30), (3, 20), (1, 10)]
         assert work_queue.snapshot(7).published == []
     world.gather_objects(None)

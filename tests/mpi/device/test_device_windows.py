@@ -24,12 +24,12 @@ def test_memory_stays_allocated_while_it_is_referenced(world, device):
 
 
 def test_too_little_memory_on_one_rank_is_an_error_on_all(world, device):
-    def window_memory(num_bytes):
+    def empty_for_windows(num_bytes):
         if world.rank == world.size - 1:
             raise UserError("there is too little memory")
         return device.empty(num_bytes)
 
-    device.empty_for_windows = window_memory
+    device.empty_for_windows = empty_for_windows
     with pytest.raises(AllRanksUserError, match="there is too little memory"):
         DeviceWindow(world, 1000, torch.float32, device)
 

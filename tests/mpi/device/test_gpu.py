@@ -146,20 +146,20 @@ def test_split_sequences_train_as_whole_ones(world, dataset_path, exact_fp32, ch
 
 
 @pytest.fixture
-def window_memory(world):
+def window_device(world):
     """A device that can have windows; CuPy is there where device windows are to be tested."""
     pytest.importorskip("cupy")
     return find_device("cuda", world.local_rank)
 
 
-def test_window_memory_is_what_torch_sees(window_memory):
-    memory = window_memory.empty_for_windows(1 << 20)
-    assert (memory.device, memory.dtype, memory.numel()) == (window_memory.torch_device, torch.uint8, 1 << 20)
+def test_window_memory_is_what_torch_sees(window_device):
+    memory = window_device.empty_for_windows(1 << 20)
+    assert (memory.device, memory.dtype, memory.numel()) == (window_device.torch_device, torch.uint8, 1 << 20)
     before = torch.cuda.memory_allocated()
-    other = window_memory.empty_for_windows(1 << 22)
+    other = window_device.empty_for_windows(1 << 22)
     assert torch.cuda.memory_allocated() == before, "not torch's"
     other.view(torch.float32).fill_(2.0)
-    window_memory.record_event().synchronize()
+    window_device.record_event().synchronize()
     assert other.view(torch.float32).sum().item() == 2 << 20
 
 
@@ -168,7 +168,7 @@ def test_window_memory_is_what_torch_sees(window_memory):
 @pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
 @pytest.mark.parametrize("param_dtype", TOLERANCES)
 def test_windows_on_the_gpu_give_what_a_plain_loop_does(
-    world, dataset_path, exact_fp32, window_memory, prefetch, reduction, optimizer, param_dtype
+    world, dataset_path, exact_fp32, window_device, prefetch, reduction, optimizer, param_dtype
 ):
     decision = api.decide_for(world, device="cuda", reduction=reduction)
     if decision.window_device.value != "cuda":

@@ -147,11 +147,11 @@ def test_frozen_parameters_cost_nothing_in_a_backward(world, dataset_path):
     model, gradients, pushed = trainer.model, trainer.model._transport.gradients, set()
     push = gradients.push
 
-    def note(index, gradient, start=0):
+    def record_push(index, gradient, start=0):
         pushed.add(index)
         return push(index, gradient, start)
 
-    gradients.push = note
+    gradients.push = record_push
     trainer.step()
     trained = {index for index, layout in enumerate(model.layouts) if layout.trainable}
     num_layers = QWEN2["num_hidden_layers"]

@@ -65,12 +65,12 @@ def test_no_reference_to_a_buffer_remains_after_its_wait() -> None:
 # Units
 
 
-def use(ready: UnshardedUnits, units: list[Unit], which: str) -> list[str]:
+def unshard(unsharded: UnshardedUnits, units: list[Unit], which: str) -> list[str]:
     """Require units by number, check what they hold, and return the states after each."""
     after = []
     for i in which:
         unit = units[int(i)]
-        ready.unshard(unit)
+        unsharded.unshard(unit)
         for name, (_, slot) in unit.ranges.items():
             expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
             assert torch.equal(unit.parameter(name), expected), f"unit {i} was used before it was there"
@@ -87,14 +87,14 @@ def use(ready: UnshardedUnits, units: list[Unit], which: str) -> list[str]:
 def test_the_next_units_come_while_this_one_is_used(
     transport: LateTransport, size: int, prefetch: int, expected: list[str]
 ) -> None:
-    units, ready = simple(transport, 4, prefetch)
-    use(ready, units, "01234")
-    ready.reshard_all()
+    units, unsharded = simple(transport, 4, prefetch)
+    unshard(unsharded, units, "01234")
+    unsharded.reshard_all()
     assert states(units) == "sssss"
     transport.log.clear()
-    assert use(ready, units, "01234") == expected
+    assert unshard(unsharded, units, "01234") == expected
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
-    ready.close()
+    unsharded.close()
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10])
@@ -102,56 +102,56 @@ def test_the_next_units_come_while_this_one_is_used(
 def test_any_order_unshards_the_required_units(transport: LateTransport, prefetch: int) -> None:
     """Guesses are mostly wrong; never more is held than was promised."""
     transport.fetch_s = 0.0
-    units, ready = simple(transport, 6, prefetch)
+    units, unsharded = simple(transport, 6, prefetch)
     rng = random.Random(prefetch)
     for _ in range(10):
         for _ in range(30):
-            (after,) = use(ready, units, rng.choice("0123456"))
+            (after,) = unshard(unsharded, units, rng.choice("0123456"))
             assert len(after[1:].replace("s", "")) <= 1 + prefetch
-        ready.invalidate()
+        unsharded.invalidate()
         assert states(units) == "sssssss" and not transport.parameters.buffers._in_use
-    ready.close()
+    unsharded.close()
 
 
 @on_ranks(1, transport=LateTransport)
 def test_a_wrong_guess_is_dropped(transport: LateTransport) -> None:
-    units, ready = simple(transport, 4, 1)
-    use(ready, units, "123")
-    ready.reshard_all()
-    assert use(ready, units, "1") == ["sufss"]
-    assert use(ready, units, "4") == ["ssfsu"], "in flight, it stays where it is not in the way"
-    ready.reshard_all()
-    use(ready, units, "1424")
-    ready.reshard_all()
-    assert use(ready, units, "14") == ["sussf", "ssfsu"]
-    ready.close()
+    units, unsharded = simple(transport, 4, 1)
+    unshard(unsharded, units, "123")
+    unsharded.reshard_all()
+    assert unshard(unsharded, units, "1") == ["sufss"]
+    assert unshard(unsharded, units, "4") == ["ssfsu"], "in flight, it stays where it is not in the way"
+    unsharded.reshard_all()
+    unshard(unsharded, units, "1424")
+    unsharded.reshard_all()
+    assert unshard(unsharded, units, "14") == ["sussf", "ssfsu"]
+    unsharded.close()
 
 
 @on_ranks(1, transport=LateTransport)
 def test_a_unit_in_use_is_not_given_up_for_the_next(transport: LateTransport) -> None:
-    units, ready = simple(transport, 5, 1)
-    use(ready, units, "12345")
-    ready.reshard_all()
+    units, unsharded = simple(transport, 5, 1)
+    unshard(unsharded, units, "12345")
+    unsharded.reshard_all()
     units[1].num_running_forwards = 1
-    assert use(ready, units, "1234") == ["sufsss", "suufss", "susufs", "sussuf"]
-    ready.close()
+    assert unshard(unsharded, units, "1234") == ["sufsss", "suufss", "susufs", "sussuf"]
+    unsharded.close()
 
 
 @on_ranks(1, transport=LateTransport)
 def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) -> None:
-    units, ready = simple(transport, 4, 2)
-    use(ready, units, "01234")
-    ready.reshard_all()
-    use(ready, units, "01")
+    units, unsharded = simple(transport, 4, 2)
+    unshard(unsharded, units, "01234")
+    unsharded.reshard_all()
+    unshard(unsharded, units, "01")
     assert UnitState.FETCHING in {unit.state for unit in units}
-    ready.fetch_allowed = False
-    ready.invalidate()
+    unsharded.fetch_allowed = False
+    unsharded.invalidate()
     buffers = transport.parameters.buffers
     assert states(units) == "sssss" and not buffers.on_the_way and not buffers._in_use
     with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
-        ready.unshard(units[1])
+        unsharded.unshard(units[1])
     assert states(units) == "sssss"
-    ready.close()
+    unsharded.close()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def specs(name: str, *shapes: tuple[int, ...], trainable: bool = True) -> list[P
     return [ParameterSpec(f"{name}.{i}", shape, trainable) for i, shape in enumerate(shapes)]
 
 
-def host(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[list[ParameterSpec]]]]) -> list[Unit]:
+def allocate(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[list[ParameterSpec]]]]) -> list[Unit]:
     """Units of the given arrays; every element of every array has a value of its own, and padding is -1."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
@@ -39,7 +39,7 @@ def value_of(name: str) -> int:
 def simple(transport: RecordingTransport, count: int, prefetch: int = 0) -> tuple[list[Unit], UnshardedUnits]:
     """A root and some units of one array."""
     names = ["", *(f"u{i}" for i in range(count))]
-    units = host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names])
+    units = allocate(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names])
     return units, unsharded_units(units, transport, prefetch)
 
 
@@ -54,18 +54,18 @@ def states(units: Sequence[Unit]) -> str:
 @on_ranks(1)
 def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTransport) -> None:
     assert MAX_UNSHARDED_UNITS == 2
-    units, ready = simple(transport, 4)
+    units, unsharded = simple(transport, 4)
     for unit in units[:3]:
-        ready.unshard(unit)
+        unsharded.unshard(unit)
     assert states(units) == "uuuss"
-    ready.unshard(units[1])  # used again: now units[2] is the longest unused
-    ready.unshard(units[3])
+    unsharded.unshard(units[1])  # used again: now units[2] is the longest unused
+    unsharded.unshard(units[3])
     assert states(units) == "uusus"
-    ready.unshard(units[4])
+    unsharded.unshard(units[4])
     assert states(units) == "ussuu"
-    ready.unshard(units[4])
-    ready.unshard(units[3])
-    ready.unshard(units[2])
+    unsharded.unshard(units[4])
+    unsharded.unshard(units[3])
+    unsharded.unshard(units[2])
     assert states(units) == "usuus"
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
 
@@ -73,16 +73,16 @@ def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTra
 @on_ranks(1)
 def test_find_returns_the_unit_of_a_view(transport: RecordingTransport) -> None:
     arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
-    (unit,) = host(transport, [("u", arrays)])
-    ready = unsharded_units([unit], transport)
-    ready.unshard(unit)
+    (unit,) = allocate(transport, [("u", arrays)])
+    unsharded = unsharded_units([unit], transport)
+    unsharded.unshard(unit)
     parameter = unit.parameter("t.0")
     for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):
-        assert ready.find(tensor) == (unit, 0)
-    assert ready.find(unit.parameter("f.0")) == (unit, 1)
-    assert ready.find(parameter.clone()) is None
-    assert ready.find(torch.empty(0)) is None
-    assert ready.find(torch.eye(2).to_sparse()) is None
-    assert ready.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
-    ready.reshard_all()
-    assert ready.find(parameter) is None
+        assert unsharded.find(tensor) == (unit, 0)
+    assert unsharded.find(unit.parameter("f.0")) == (unit, 1)
+    assert unsharded.find(parameter.clone()) is None
+    assert unsharded.find(torch.empty(0)) is None
+    assert unsharded.find(torch.eye(2).to_sparse()) is None
+    assert unsharded.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
+    unsharded.reshard_all()
+    assert unsharded.find(parameter) is None
