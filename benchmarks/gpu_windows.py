@@ -286,7 +286,7 @@ def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
     objections = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
-            if any(report.wrong_data("device", kind, needed) for needed in (operation, "get")):
+            if any(report.wrong_data(f"device {kind} {needed}") for needed in (operation, "get")):
                 objections[name] = "in odc-mpi doctor it delivered wrong data"
     return objections
 

@@ -161,7 +161,7 @@ def decide(
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
     allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
     has_copies = bool(report.kinds) or settings.zero_copy != "auto"
-    peers: Mapping[str, Peer] = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
+    peers = report.results()
     findings = summarize(report)
     window_device = _window_device(report, findings, settings, device_objection) if on_device else None
     if window_device is not None and window_device.value == "cpu" and mapping_error and allowed:
@@ -174,7 +174,7 @@ def decide(
         zero_copy = Choice("off", "parameters are copied from the owners' GPUs before use")
         reduction = Choice("mailbox", "gradients are copied into mailboxes on the owners' GPUs")
     elif window_device is not None and window_device.value == "cuda":
-        peers = findings.peers
+        peers = report.results(on_device=True)
         window = Choice("create", "Win.Create on memory of the GPUs")
         zero_copy = _zero_copy(report, settings.zero_copy, on_device=True)
         reduction = _reduction(peers, settings.reduction, findings.reduction_objections)
@@ -193,15 +193,16 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 
     `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
-    memory: tuple[tuple[str, ...], str, str] = ((), "", "")
+    memory, where, advice = "", "", ""
     if decision.windows_on_device and not decision.maps_devices:
-        memory = (("device",), ", on devices,", ", or set comm.window_device to cpu")
-    trials = [("get", *memory), ("put" if decision.reduction.value == "mailbox" else "accumulate", *memory)]
+        memory, where, advice = "device ", ", on devices,", ", or set comm.window_device to cpu"
+    reduction = "put" if decision.reduction.value == "mailbox" else "accumulate"
+    uses = [(memory, name, where, advice) for name in ("get", reduction)]
     if tickets:
-        trials.append(("fetch_and_op", (), "", ", or set data.balance to lb_mini"))
+        uses.append(("", "fetch_and_op", "", ", or set data.balance to lb_mini"))
     for kind in report.kinds:
-        for name, origin, where, advice in trials:
-            if wrong := report.wrong_data(*origin, kind, name):
+        for memory, name, where, advice in uses:
+            if wrong := report.wrong_data(f"{memory}{kind} {name}"):
                 raise UserError(
                     f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}{where} delivers wrong data under "
                     f"{report.library} ({wrong}): use another MPI library (odc-mpi doctor tests it){advice}"
@@ -299,7 +300,7 @@ def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, redu
     uses = [(kind, name, getattr(peer, name)) for kind, peer in peers.items() for name in needed]
     if "other_node" in report.kinds:
         # Within a node, the counter of the tickets is in shared memory, whatever window the trial used.
-        uses.append(("other_node", "fetch_and_op", (report.peers.other_node or Peer()).fetch_and_op))
+        uses.append(("other_node", "fetch_and_op", report.results()["other_node"].fetch_and_op))
     waiting = [_waits_for_target(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
     if uses_mailbox:
         waiting.append(MAILBOX_REASON)

@@ -26,7 +26,7 @@ from odc_mpi.comm.windows.rma import as_mpi_buffer, messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
 from odc_mpi.probe.operations import Buffer
-from odc_mpi.probe.report import DEVICE_OPERATIONS, NO_ANSWER, OnMessage, ProbeReport, Problem
+from odc_mpi.probe.report import DEVICE_OPERATIONS, NO_ANSWER, OnMessage, Peers, ProbeReport
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
@@ -49,18 +49,18 @@ def try_device(
     world.prepare_threads(device.set_current)
     names = tuple(sorted(set(world.gather_objects(device.name))))
     report = report.with_device(names=names, cuda_support=cuda_support())
-    on_message(report, "device.memory")
+    on_message(report, "device memory")
     errors = [error for error in world.gather_objects(allocation_error(device, LARGE_BYTES[-1])) if error]
     if errors:
-        return report.with_problem(Problem(("device", "memory"), errors[0]))
-    on_message(report, "device.mapping")
+        return report.with_problem("device memory", errors[0])
+    on_message(report, "device mapping")
     report = report.with_device(mapping_error=mapping_error(world, device) or "")
-    on_message(report, "device.window")
+    on_message(report, "device window")
     DeviceWindow(world, _SELF_TEST_NUMEL, torch.float32, device).free()
     report = report.with_device(window=True)
     if pairs:
         report = _try_pairs(world, report, pairs, device, on_message)
-    on_message(report, "device.own")
+    on_message(report, "device own")
     return report.with_device(own_accumulate=all(world.gather_objects(_try_self(world, device))))
 
 
@@ -85,7 +85,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
-    if cached is not None and any(problem.what.startswith(NO_ANSWER) for problem in cached.problems):
+    if cached is not None and any(f": {NO_ANSWER}" in problem for problem in cached.problems):
         cached = cache.load(key, NO_ANSWER_MAX_AGE_S)
     return world.gather_objects(cached)[0]
 
@@ -148,10 +148,13 @@ def _try_pairs(
         partial(DeviceBuffer, device),
         staleness_tests=DEVICE_OPERATIONS,
     )
+    peers = Peers()
     for name in DEVICE_OPERATIONS:
         for kind in pairs:
-            on_message(report, f"device.{kind}.{name}")
-            report = report.with_operation(("device", kind, name), *trials.run(name, kind))
+            on_message(report, f"device {kind} {name}")
+            result, problem = trials.run(name, kind)
+            peers = peers.with_result(kind, name, result)
+            report = report.with_device(peers=peers).with_problem(f"device {kind} {name}", problem)
     trials.close()
     return report
 
