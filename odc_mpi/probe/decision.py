@@ -159,18 +159,15 @@ def decide(
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
-    allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
+    is_allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
     has_copies = bool(report.kinds) or settings.zero_copy != "auto"
-    peers = report.results()
-    findings = summarize(report)
-    window_device = _window_device(report, findings, settings, device_objection) if on_device else None
-    if window_device is not None and window_device.value == "cpu" and mapping_error and allowed:
-        window_device = Choice("cpu", f"{window_device.reason}; {mapping_error}")
-    if mapping_error == "" and has_copies and allowed and settings.reduction != "accumulate":
+    peers, findings = report.results(), summarize(report)
+    window_device = _window_device(report, findings, settings, mapping_error, device_objection) if on_device else None
+    if mapping_error == "" and has_copies and is_allowed and settings.reduction != "accumulate":
         window = Choice("map", "each rank maps the memory of the other ranks' GPUs (CUDA IPC)")
-        window_device = Choice(
-            "cuda", window.reason if settings.window_device == "auto" else "set by comm.window_device"
-        )
+        window_device = Choice("cuda", window.reason)
+        if settings.window_device != "auto":
+            window_device = Choice("cuda", "set by comm.window_device")
         zero_copy = Choice("off", "parameters are copied from the owners' GPUs before use")
         reduction = Choice("mailbox", "gradients are copied into mailboxes on the owners' GPUs")
     elif window_device is not None and window_device.value == "cuda":
@@ -210,7 +207,11 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 
 
 def _window_device(
-    report: ProbeReport, findings: DeviceFindings, settings: CommSettings, device_objection: str | None
+    report: ProbeReport,
+    findings: DeviceFindings,
+    settings: CommSettings,
+    mapping_error: str | None,
+    device_objection: str | None,
 ) -> Choice:
     setting = settings.window_device
     if setting == "auto" and device_objection is not None:
@@ -218,12 +219,11 @@ def _window_device(
     if setting == "auto" and not report.kinds and settings.zero_copy == "auto":
         return Choice("cuda", "the only rank transfers nothing")
     objection = findings.objection or findings.reduction_objections.get(settings.reduction)
-    if setting == "cuda" and objection is not None:
-        return Choice(setting, f"set by comm.window_device; warning: {objection}")
     if setting != "auto":
-        return Choice(setting, "set by comm.window_device")
+        warning = f"; warning: {objection}" if setting == "cuda" and objection else ""
+        return Choice(setting, f"set by comm.window_device{warning}")
     if objection is not None:
-        return Choice("cpu", objection)
+        return Choice("cpu", f"{objection}; {mapping_error}" if mapping_error else objection)
     return Choice("cuda", "odc-mpi doctor has seen all operations work that windows on GPUs need")
 
 

@@ -50,9 +50,8 @@ def try_device(
     names = tuple(sorted(set(world.gather_objects(device.name))))
     report = report.with_device(names=names, cuda_support=cuda_support())
     on_message(report, "device memory")
-    errors = [error for error in world.gather_objects(allocation_error(device, LARGE_BYTES[-1])) if error]
-    if errors:
-        return report.with_problem("device memory", errors[0])
+    if error := allocation_error(world, device, LARGE_BYTES[-1]):
+        return report.with_problem("device memory", error)
     on_message(report, "device mapping")
     report = report.with_device(mapping_error=mapping_error(world, device) or "")
     on_message(report, "device window")
@@ -90,10 +89,10 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
     return world.gather_objects(cached)[0]
 
 
-def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Try to allocate memory for windows, and return the error message, or None on success."""
+def allocation_error(world: World, device: Device, num_bytes: int) -> str | None:
+    """Try to allocate memory for windows on every rank. Return an error message, or None on success. Collective."""
     try:
-        device.empty_for_windows(num_bytes)
+        world.run_on_all(lambda: device.empty_for_windows(num_bytes))
     except UserError as error:
         return str(error)
     return None
