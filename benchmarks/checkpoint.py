@@ -188,11 +188,11 @@ class State:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by names that no other rank has."""
-        own = {f"{self._world.rank}/{tensor_slice.spec.name}": tensor for tensor_slice, tensor in self.model.slices()}
+        tensors = {f"{self._world.rank}/{part.spec.name}": tensor for part, tensor in self.model.slices()}
         for name, parameter in self.model.named_shard_parameters():
             for key in ("exp_avg", "exp_avg_sq") if parameter.numel() else ():
-                own[f"{self._world.rank}/{key}/{name}"] = self.optimizer.state[parameter][key]
-        return {name: tensor for name, tensor in own.items() if tensor.numel()}
+                tensors[f"{self._world.rank}/{key}/{name}"] = self.optimizer.state[parameter][key]
+        return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
 def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str, Any]:

@@ -59,14 +59,14 @@ def train_slowed(arguments):
     from odc_mpi.training.objectives.sft import SFTObjective
     from odc_mpi.training.rl.source import RolloutSource
 
-    def slow(of, name):
-        method = getattr(of, name)
+    def slow(instance, name):
+        method = getattr(instance, name)
 
         def late(*arguments):
             time.sleep(random.choice([0, 0, 0.002, 0.02]))
             return method(*arguments)
 
-        setattr(of, name, late)
+        setattr(instance, name, late)
 
     slow(SFTObjective, "on_microbatch_end")
     slow(GRPOObjective, "on_microbatch_end")

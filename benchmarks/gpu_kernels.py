@@ -81,7 +81,7 @@ class Tasks:
         self.by_name: dict[str, Task] = {COPY: self._copy()}
         for kind, dtype in TYPES.items():
             slots = [self._segments([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
-            gradients = [self._segments(cut(self._numel), dtype) for _ in range(self._num_shards)]
+            gradients = [self._segments(split_numel(self._numel), dtype) for _ in range(self._num_shards)]
             for who in (*ours, TORCH):
                 self.by_name[f"add_{kind}{who}"] = self._add(slots, adds[who])
                 self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, flattens[who])
@@ -136,7 +136,7 @@ def _bytes(segments: Sequence[native.Segment]) -> int:
     return sum(segment.nbytes for _, segment in segments)
 
 
-def cut(numel: int) -> list[tuple[int, int]]:
+def split_numel(numel: int) -> list[tuple[int, int]]:
     """Return start and length of each segment of a flat array of `numel` elements, each followed by a gap."""
     step = numel // min(SEGMENTS, numel)
     length = step - min(GAP, step // 2)
@@ -171,7 +171,7 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
 
 def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the entry `tasks` of a size, from bytes of an operation and its seconds in each round, by name."""
-    per_byte = {name: [one / moved_bytes[name] for one in own] for name, own in times.items()}
+    per_byte = {name: [one / moved_bytes[name] for one in of_task] for name, of_task in times.items()}
     found = entries(per_byte, 1, of_copy=lambda _: COPY, of_torch=lambda name: name + TORCH)
     return {
         name: {"moved_bytes": moved_bytes[name], **entry, "seconds": quartiles(times[name])}

@@ -28,7 +28,7 @@ class Memory:
         self.peaks: dict[str, int] = {}
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def attribute_to(self, name: str) -> Iterator[None]:
         """Attribute all memory that is allocated and freed in the `with` block to a contender."""
         kind = type(self._device)
         allocate = kind.empty_for_windows

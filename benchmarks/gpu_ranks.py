@@ -1,11 +1,11 @@
 """Several ranks that share a GPU: training compared with processes that exchange nothing, on the same minibatches.
 
     plain            each rank `gpu_step.Plain` on its share of the microbatches
-    apart            each rank `odc-mpi train` as a job of one rank on the same share, shards in place on the GPU
+    independent      each rank `odc-mpi train` as a job of one rank on the same share, shards in place on the GPU
     host_windows     `odc-mpi train` on all ranks, shards on the host
     device_windows   the same, shards on the GPU
 
-`plain` and `apart` keep the full model in each process, and omit what the ranks have to do together. Their models would
+`plain` and `independent` keep the full model in each process, and do not communicate. Their models would
 drift apart: with a learning rate of 0 the optimizer has the same work, and all contenders have the same loss at each
 step. Processes take turns on a GPU, unless its multi-process service (MPS) runs.
 """
@@ -22,7 +22,7 @@ from odc_mpi.comm.device.device import Device
 from odc_mpi.runtime.world import World
 from odc_mpi.training.settings import Config
 
-APART = "apart"
+INDEPENDENT = "independent"
 #: Layers of `gpu_step.MODEL`: 307 million parameters, so that each rank can hold two models and their optimizers.
 LAYERS = 5
 
@@ -36,7 +36,7 @@ def measure(
     repeats: int,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Train on all ranks together and apart. Collective.
+    """Train on all ranks together, and on each rank independently. Collective.
 
     Args:
         config: Configuration from `gpu_step.comparable`.
@@ -56,7 +56,7 @@ def measure(
     with world.split("self") as self_world:
         contenders = Contenders(world, device, lambda line: report(f"ranks, {line}"))
         contenders.add(PLAIN, lambda: contenders.plain(config))
-        contenders.add(APART, partial(contenders.trainer, APART, config, self_world, **COMM[DEVICE]))
+            contenders.add(INDEPENDENT, partial(contenders.trainer, INDEPENDENT, config, self_world, **COMM[DEVICE]))
         for name in names:
             contenders.add(name, partial(contenders.trainer, name, config, world, **COMM[name]))
         return run(contenders, config, steps, repeats)

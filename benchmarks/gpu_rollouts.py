@@ -75,11 +75,11 @@ def generation(setup: Setup) -> dict[str, Any]:
     model.close()
     seconds = {name: [time_s for time_s, _ in done[1:]] for name, done in rounds.items()}
     tokens = {name: done[-1][1] for name, done in rounds.items()}
-    count = {name: sum(map(len, own)) for name, own in tokens.items()}
+    count = {name: sum(map(len, of_contender)) for name, of_contender in tokens.items()}
     first, common = {}, {}
     for name in (ODC, f"{ODC}_one"):
-        of = tokens[name.replace(ODC, TRANSFORMERS)]
-        equal = [_num_equal(mine, theirs) for mine, theirs in zip(tokens[name], of, strict=True)]
+        expected = tokens[name.replace(ODC, TRANSFORMERS)]
+        equal = [_num_equal(mine, theirs) for mine, theirs in zip(tokens[name], expected, strict=True)]
         first[name], common[name] = sum(n > 0 for n in equal) / len(equal), sum(equal) / count[name]
     if first[ODC] < 0.5:
         raise UserError(f"expected the first tokens of transformers, got them for {first[ODC]:.0%} of the prompts")
@@ -139,7 +139,8 @@ def rewards(setup: Setup) -> dict[str, Any]:
     contenders.close()
     # Without the steps before the rounds and in the round that warms up.
     means = {
-        name: {key: statistics.mean(step[key] for step in own[2:]) for key in own[0]} for name, own in spans.items()
+        name: {key: statistics.mean(step[key] for step in of_contender[2:]) for key in of_contender[0]}
+        for name, of_contender in spans.items()
     }
     return {
         **figures(rounds, TRANSFORMERS),

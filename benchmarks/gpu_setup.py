@@ -127,26 +127,26 @@ def prepare(
     device = find_device(kind, world.host_rank)
     with tempfile.TemporaryDirectory(prefix="odc_mpi-bench-") as name:
         folder = Path(name)
-        own, tokenizer = folder / "model", model or folder / "tokenizer"
+        model_dir, tokenizer = folder / "model", model or folder / "tokenizer"
         if model is None:
             report("writing a model with random weights")
             config = transformers.AutoConfig.for_model(**SMOLLM2 | (TINY if tiny else {}))
             torch.manual_seed(0)
-            transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(own)
+            transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model_dir)
             words = Tokenizer(models.WordLevel({str(i): i for i in range(config.vocab_size)}, unk_token="0"))
             words.pre_tokenizer = pre_tokenizers.Whitespace()
             transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(tokenizer)
         else:
-            own.mkdir()
+            model_dir.mkdir()
             for file in [model / "config.json", *model.glob("*.safetensors*")]:
-                (own / file.name).symlink_to(file.resolve())
-            config = transformers.AutoConfig.from_pretrained(own)
+                (model_dir / file.name).symlink_to(file.resolve())
+            config = transformers.AutoConfig.from_pretrained(model_dir)
         yield Setup(
             world,
             device or cast(Device, HostDevice()),
             kind,
             folder,
-            own,
+            model_dir,
             tokenizer,
             config.vocab_size,
             TINY_SIZES if tiny else Sizes(),

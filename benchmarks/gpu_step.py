@@ -174,7 +174,7 @@ def run(contenders: "Contenders", config: Config, steps: int, repeats: int) -> d
         "param_dtype": config.model.param_dtype,
         **fields,
         "loss_deviation": {
-            name: deviation(own, rounds[reference]) for name, own in rounds.items() if name != reference
+            name: deviation(some, rounds[reference]) for name, some in rounds.items() if name != reference
         },
         "tolerance": tolerance,
         "losses": [loss for done in rounds[reference] for loss in done.losses],
@@ -193,7 +193,7 @@ def figures(rounds: Mapping[str, Sequence[Round]], reference: str = PLAIN) -> di
     step_s = {name: [done.seconds / len(done.losses) for done in some[1:]] for name, some in rounds.items()}
     speeds = {name: [done.num_tokens / done.seconds for done in some[1:]] for name, some in rounds.items()}
     overheads = {
-        name: [own / plain - 1 for own, plain in zip(times, step_s[reference], strict=True)]
+        name: [seconds / plain - 1 for seconds, plain in zip(times, step_s[reference], strict=True)]
         for name, times in step_s.items()
         if name != reference
     }
@@ -276,7 +276,7 @@ class Contenders:
         self._report(f"building {name}")
         error = None
         try:
-            with self.memory.of(name):
+            with self.memory.attribute_to(name):
                 contender = build()
                 contender()
             self.by_name[name] = partial(self._measured, name, contender)
@@ -288,7 +288,7 @@ class Contenders:
             self.left_out[name] = errors[0]
 
     def _measured(self, name: str, contender: Contender) -> tuple[float, int]:
-        with self.memory.of(name):
+        with self.memory.attribute_to(name):
             return contender()
 
     def plain(self, config: Config) -> Contender:
@@ -342,7 +342,7 @@ class Contenders:
             "mfu": {
                 name: peak and self.flops_per_token * speed / peak for name, speed in found["tokens_per_s"].items()
             },
-            "peak_bytes": {name: sum(own[name] for own in peaks) for name in self.by_name},
+            "peak_bytes": {name: sum(peak[name] for peak in peaks) for name in self.by_name},
             "left_out": self.left_out,
         }
 

@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with World(timeout_s=600) as world, tempfile.TemporaryDirectory(dir=options.dir) as own:
-        folder = Path(world.gather_objects(own)[0])
+    with World(timeout_s=600) as world, tempfile.TemporaryDirectory(dir=options.dir) as temporary:
+        folder = Path(world.gather_objects(temporary)[0])
         written = write_model(folder, options.gigabytes * 1e9) if world.rank == 0 else 0
         [file_bytes, *_] = world.gather_objects(written)
         ranks = world.gather_objects(load(folder, world))

@@ -8,12 +8,13 @@
     python benchmarks/network_speed.py --outer e3m0 --steps 30 --link "tbf rate 10mbit burst 70kb latency 400ms"
 
 Jobs with one rank on each of two hosts alternate with jobs with two ranks on one host. Each job compares in rounds, on
-the same minibatches: plain torch in processes that exchange nothing (`apart`), odc_mpi with the default sizes of
+the same minibatches: plain torch in processes that exchange nothing (`ceiling`), odc_mpi with the default sizes of
 `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes`, with `lb_mini` and with `dynamic`, and odc_mpi without
-caches. With `--islands`, only jobs on two hosts compare `apart`, the default and one island per host; with `--outer`,
+caches. With `--islands`, only jobs on two hosts compare `ceiling`, the default and one island per host; with `--outer`,
 these islands train separately, and synchronize every 30 steps. Each training is created from scratch, so that no thread
-of one takes time from another. Speeds are multiples of `apart` in the same round, so variations of the machine's speed
-affect both. Bytes are those of parameters and gradients per rank, and all that rank 0's host received over Ethernet.
+of one takes time from another. Speeds are multiples of `ceiling` in the same round, so variations of the machine's
+speed affect both. Bytes are those of parameters and gradients per rank, and all that rank 0's host received over
+Ethernet.
 
 Each MPI library has its own environment: run the script with the python of each. `--link` is the argument of `tc qdisc
 add dev eth0 root`, applied to both ends of the link, so that a round trip takes twice its delay. A kernel without netem
@@ -36,7 +37,7 @@ from machine import LINK  # noqa: E402
 from two_hosts import launch, missing  # noqa: E402
 
 DATA = mpi_launch.ROOT / "runs/data/stdlib.h5"
-APART, CACHES, NO_CACHES, DYNAMIC = "apart", "caches", "no caches", "caches, dynamic"
+CEILING, CACHES, NO_CACHES, DYNAMIC = "ceiling", "caches", "no caches", "caches, dynamic"
 ISLANDS, OUTER = "islands", "outer loop"
 LARGER = {
     "model_type": "llama",
@@ -87,7 +88,7 @@ def train(world, name, config, steps):
 
     inputs = open_inputs(config, world.rank, world.size, world.num_nodes if config.islands.mode == "outer" else 1)
     output = []
-    if name == APART:
+    if name == CEILING:
         whole = UnshardedBaseline(config, inputs.sequence_loader)
         step, close = (lambda: {"num_input_tokens": whole.step()[1]}), (lambda: None)
     else:
@@ -98,7 +99,7 @@ def train(world, name, config, steps):
     before = received()
     seconds = slowest_s(world, name, lambda: output.extend(step() for _ in range(steps)))
     on_wire = (received() - before) / steps
-    outer_s = 0.0 if name == APART else trainer.model.spans.seconds["outer_sync"]
+    outer_s = 0.0 if name == CEILING else trainer.model.spans.seconds["outer_sync"]
     outer_s -= sum(line.get("island_wait_s", 0) for line in output) if outer_s else 0
     close()
     kinds = ["bytes_fetched_other_nodes", "bytes_pushed_other_nodes"]
@@ -127,16 +128,16 @@ def job(arguments):
         config = configuration(arguments)
         torch.set_num_threads(1)
         dynamic = replace(config, data=replace(config.data, balance="dynamic"))
-        ways = {APART: config, NO_CACHES: caches(config, 0), CACHES: config, DYNAMIC: dynamic}
+        ways = {CEILING: config, NO_CACHES: caches(config, 0), CACHES: config, DYNAMIC: dynamic}
         if arguments.outer:
             outer = replace(config.islands, by="node", mode="outer", wire=arguments.outer)
-            ways = {APART: config, CACHES: config, OUTER: replace(config, islands=outer)}
+            ways = {CEILING: config, CACHES: config, OUTER: replace(config, islands=outer)}
         if arguments.islands:
             islands = replace(config, islands=replace(config.islands, by="node"))
-            ways = {APART: config, CACHES: config, ISLANDS: islands}
+            ways = {CEILING: config, CACHES: config, ISLANDS: islands}
         if arguments.cache_bytes:
             ways[f"{arguments.cache_bytes} each"] = caches(config, parse_size(arguments.cache_bytes))
-        runs = {name: partial(train, world, name, own, arguments.steps) for name, own in ways.items()}
+        runs = {name: partial(train, world, name, settings, arguments.steps) for name, settings in ways.items()}
         results = interleaved(runs, arguments.rounds)
         if world.rank == 0:
             print(json.dumps(results), flush=True)
@@ -161,7 +162,7 @@ def run(hosts, arguments):
 
 
 def main():
-    """Run the jobs and print the speeds as multiples of `apart`."""
+    """Run the jobs and print the speeds as multiples of `ceiling`."""
     parser = argparse.ArgumentParser(description="Compare training on one host and on two hosts.")
     parser.add_argument("--jobs", type=int, default=2, help="number of jobs on one host, and as many on two")
     parser.add_argument("--rounds", type=int, default=5, help="of each job")
@@ -192,10 +193,10 @@ def main():
         for hosts in (2,) if arguments.islands or arguments.outer else (2, 1):
             for name, done in run(hosts, arguments).items():
                 results.setdefault((hosts, name), []).extend(done)
-    head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'of apart':>8}  {'quartiles':>14}"
+    head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'ratio':>8}  {'quartiles':>14}"
     print(f"{head}  {'MB of a rank':>12}  {'MB of a host':>12}  microbatches  outer loop")
     for (hosts, name), done in results.items():
-        ratios = [speed / alone for (speed, *_), (alone, *_) in zip(done, results[hosts, APART], strict=True)]
+        ratios = [speed / ceiling for (speed, *_), (ceiling, *_) in zip(done, results[hosts, CEILING], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         speed, over, on_wire, microbatches, outer = (statistics.median(values) for values in zip(*done, strict=True))
         figures = f"{speed:10,.0f}  {middle:8.3f}  {f'{low:.3f} to {high:.3f}':>14}"

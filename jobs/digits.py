@@ -21,15 +21,15 @@ def task(rng: random.Random) -> tuple[str, str]:
 def mistake(rng: random.Random, answer: str) -> str:
     """Return a wrong answer: two neighbors exchanged, another digit, or one digit too few or too many."""
     digits = list(answer)
-    place, kind = rng.randrange(len(digits)), rng.randrange(4)
+    position, kind = rng.randrange(len(digits)), rng.randrange(4)
     if kind == 0:
-        digits[place - 1], digits[place] = digits[place], digits[place - 1]
+        digits[position - 1], digits[position] = digits[position], digits[position - 1]
     elif kind == 1:
-        digits[place] = rng.choice("0123456789")
+        digits[position] = rng.choice("0123456789")
     elif kind == 2:
-        del digits[place]
+        del digits[position]
     else:
-        digits.insert(place, rng.choice("0123456789"))
+        digits.insert(position, rng.choice("0123456789"))
     wrong = "".join(digits)
     return wrong if wrong != answer else answer + answer[-1]
 

@@ -1,4 +1,4 @@
-"""A vision-language model in a loop of one's own, where ranks have different numbers and kinds of microbatches.
+"""A vision-language model in a loop of your own, where ranks have different numbers and kinds of microbatches.
 
     mpiexec -n 3 python jobs/vision_language.py [MODEL_DIR]     # by default a tiny Qwen2-VL, initialized at random
 

@@ -74,7 +74,8 @@ def shard_model(
             nothing is prefetched or cached (docs/ordering.md).
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: As above, but for gradients that are summed locally and pushed once per minibatch.
+        gradient_cache_bytes: Memory in bytes, or "auto", for gradients that are summed locally and pushed once per
+                minibatch.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require one-sided windows in host memory. The model closes them.
         device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks

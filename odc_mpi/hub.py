@@ -202,7 +202,7 @@ def _is_complete(directory: Path, weights: bool) -> bool:
         try:
             files = {str(file) for file in parse_json(index.read_bytes())["weight_map"].values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return True  # reading the model reports what is wrong
+            return True  # reading the model reports the error
     elif (directory / "adapter_config.json").exists():
         return (directory / "adapter_model.safetensors").exists()
     return all((directory / file).exists() for file in ("config.json", *files))

@@ -53,6 +53,16 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
+@pytest.fixture
+def gpu():
+    """Skip a test where torch sees no GPU; fail it there if ODC_MPI_REQUIRE_GPU=1."""
+    import torch
+
+    if not torch.cuda.is_available():
+        required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
+        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()

@@ -122,25 +122,25 @@ def own_modules():
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_arrows_run_one_way(path):
-    own = module_name(path)
-    folder = own.split(".")[0]
-    allowed = MAY_SEE[folder] | ROOT | (set() if own in ROOT_ONLY else SEE_ALSO.get(own, {folder}))
+    importer = module_name(path)
+    folder = importer.split(".")[0]
+    allowed = MAY_SEE[folder] | ROOT | (set() if importer in ROOT_ONLY else SEE_ALSO.get(importer, {folder}))
     for module in find_imports(path):
         if module in own_modules() and module != "odc_mpi":
             target = module.removeprefix("odc_mpi.")
             # A folder's name alone is its docstring: nothing else is imported.
             assert is_in(target, allowed) or any(place.startswith(target + ".") for place in allowed), (
-                f"{own} may not import {module}"
+                f"{importer} may not import {module}"
             )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_libraries_are_imported_in_their_folders_only(path):
-    own = module_name(path)
+    importer = module_name(path)
     for module in find_imports(path):
         for library, places in KEPT_IN.items():
             if is_in(module, {library}):
-                assert is_in(own, places), f"{own} may not import {library}"
+                assert is_in(importer, places), f"{importer} may not import {library}"
 
 
 def test_the_rules_see_a_breach(tmp_path):

@@ -1,8 +1,8 @@
 """Comparison of training implementations, called contenders, for `bench.train` and the studies in `benchmarks/`.
 
-In each round, the contenders take turns training on the same minibatches, and the time of the slowest rank counts. The
-first round is a warm-up. All contenders start from the same weights, and each trains its own copy. Their losses must
-agree at every step, which shows that no contender is faster because it does less work.
+In each round, the contenders take turns training on the same minibatches. The time of a round is that of the slowest
+rank. The first round is a warm-up. All contenders start from the same weights, and each trains its own copy. Their
+losses must agree at every step, which shows that no contender is faster because it does less work.
 """
 
 import json

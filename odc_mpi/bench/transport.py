@@ -5,8 +5,8 @@ stays in the cache of a core. As in training, gradients are completed after a se
 parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact, and
 the results of all variants are checked.
 
-A sample is a sequence of operations of one variant. All ranks begin it at the same time, and the time of the slowest
-rank counts. The variants take turns in rounds.
+A sample is a sequence of operations of one variant. All ranks begin it at the same time, and its time is that of the
+slowest rank. The variants take turns in rounds.
 
 Variants, all with units in fp32:
 
@@ -137,7 +137,9 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
             raise RuntimeError(f"{name} moved wrong data, found on rank {right.index(False)}")
 
 
-def checked(operations: Sequence[Callable[[], object]], target: torch.Tensor, is_right: Callable[[], bool]) -> Variant:
+def variant_with_check(
+    operations: Sequence[Callable[[], object]], target: torch.Tensor, is_right: Callable[[], bool]
+) -> Variant:
     """Return a variant with `operations` that write to `target`, whose content `is_right` verifies."""
 
     def writes_right() -> bool:
@@ -227,12 +229,12 @@ class Units:
         gathers = [partial(collectives.all_gather, shard, full) for shard in self._local_shards]
         reductions = [partial(collectives.reduce_scatter, gradient, sums) for gradient in self._ones]
         self.variants = {
-            "memcpy": checked(copies, copy, lambda: bool((copy == 1).all())),
+            "memcpy": variant_with_check(copies, copy, lambda: bool((copy == 1).all())),
             "fetch_zero_copy": self._fetch(zero_copy=True),
             "fetch_copy": self._fetch(zero_copy=False),
-            "mpi_allgather": checked(gathers, full, lambda: is_whole(full, self._layout)),
+            "mpi_allgather": variant_with_check(gathers, full, lambda: is_whole(full, self._layout)),
             **{f"push_{reduction}": self._push(reduction) for reduction in REDUCTIONS},
-            "mpi_reduce_scatter": checked(reductions, sums, lambda: bool((sums == world.size).all())),
+            "mpi_reduce_scatter": variant_with_check(reductions, sums, lambda: bool((sums == world.size).all())),
         }
 
     def free(self) -> None:

@@ -17,7 +17,7 @@ from odc_mpi.cli.options import add_scenario, build_scenario, positive_int, step
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, print_error, run_on_all_ranks
 from odc_mpi.runtime.start.launch import is_launched
-from odc_mpi.simulate.options import LENGTHS, ScenarioOptions
+from odc_mpi.simulate.options import ScenarioOptions
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     measure = selected.prepare(arguments)
     if not is_launched():
         try:
-            return mpiexec.run(arguments.ranks or selected.ranks, arguments.words, timeout_s=arguments.timeout_s)
+            return mpiexec.run(arguments.ranks or selected.ranks, arguments.argv, timeout_s=arguments.timeout_s)
         except TimeoutError as error:
             print_error(error)
             return 1
@@ -97,17 +97,14 @@ def _prepare_transport(arguments: argparse.Namespace) -> Measure:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign")
-    add_scenario(parser, ScenarioOptions, num_minibatches=10, num_units=4)
+    add_scenario(parser, num_minibatches=10, num_units=4)
     parser.set_defaults(ranks=None)  # under mpiexec, its ranks
     help_text = "seconds of a perfectly balanced minibatch, to which all times are scaled; default: 1"
     parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=help_text)
 
 
 def _prepare_schedule(arguments: argparse.Namespace) -> Measure:
-    from odc_mpi.simulate.scenario import Scenario
-
-    scenario = build_scenario(arguments, Scenario)
+    scenario = build_scenario(arguments)
     if scenario.num_islands > 1:
         raise UserError(f"--islands: expected 1, got {scenario.num_islands}: odc-mpi simulate --islands simulates them")
 

@@ -69,15 +69,15 @@ def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raises `UserError` if the command is unknown or an argument is invalid.
 
-    The result also contains `words`, a copy of `argv`, and `overrides`, the settings (`--SECTION.KEY VALUE`).
+    The result also contains `argv`, a copy of the argument, and `overrides`, the settings (`--SECTION.KEY VALUE`).
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
     arguments, rest = parser(argv).parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:
-        words = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])
-        raise UserError(f"unknown argument {rest[0]}: see {' '.join(words)}")
-    arguments.words, arguments.overrides = list(argv), rest
+        usage = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])
+        raise UserError(f"unknown argument {rest[0]}: see {' '.join(usage)}")
+    arguments.argv, arguments.overrides = list(argv), rest
     return arguments
 
 

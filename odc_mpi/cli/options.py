@@ -4,17 +4,15 @@ import argparse
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.configuration import ATTENTION_IMPLEMENTATIONS, unsupported_reason
-from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
+from odc_mpi.simulate.options import OPTIONS, ScenarioOptions, option_name
 
 if TYPE_CHECKING:
     from odc_mpi.simulate.scenario import Scenario
-
-    ScenarioT = TypeVar("ScenarioT", bound=Scenario)
 
 #: Maximum value of an integer option. Larger values are probably typos, and some system calls reject them.
 MAX_VALUE = 10**9
@@ -71,23 +69,29 @@ def step_seconds(text: str) -> float:
     return seconds
 
 
-def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], **defaults: Any) -> None:
-    """Add `--json` and the options of the scenario class `kind`. `defaults` overrides field defaults by name."""
+def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add `--json` and the options of a simulated scenario. `defaults` overrides field defaults by name."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    for field, (number, option) in options_of(kind).items():
-        default = defaults.get(field, getattr(kind, field))
-        convert, metavar = (size_in_bytes, "SIZE") if option.is_size else (number, "N" if number is int else "X")
+    lengths = defaults.get("lengths", ScenarioOptions.lengths)
+    help_text = f"longalign, swesmith, aime, equal or the path of a data set; default: {lengths}"
+    parser.add_argument("--lengths", default=lengths, metavar="NAME", help=help_text)
+    for field, (number, option) in OPTIONS.items():
+        default = defaults.get(field, getattr(ScenarioOptions, field))
+        is_size = field.endswith("_bytes")
+        convert, metavar = (size_in_bytes, "SIZE") if is_size else (number, "N" if number is int else "X")
         help_text = f"{option.help}; default: {default:g}"
         parser.add_argument(
             option_name(field), dest=field, type=convert, default=default, metavar=metavar, help=help_text
         )
 
 
-def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Create a scenario of class `kind` from parsed options. Raises `UserError` if a value is invalid."""
-    names = {field.name for field in fields(kind)}
+def build_scenario(arguments: argparse.Namespace) -> "Scenario":
+    """Create a scenario from parsed options. Raises `UserError` if a value is invalid."""
+    from odc_mpi.simulate.scenario import Scenario
+
+    names = {field.name for field in fields(Scenario)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    scenario = kind(**values)
+    scenario = Scenario(**values)
     scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
     return scenario
 

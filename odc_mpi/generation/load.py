@@ -11,7 +11,7 @@ from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.build import MetaModel, is_model_directory
-from odc_mpi.models.heads import REWARD, task_of
+from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import find_checkpoint, load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
 
@@ -82,7 +82,7 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
         loaded_tokenizer = load_tokenizer(tokenizer) if tokenizer else load_run_tokenizer(checkpoint, base)
         if base is None and config["model"]["path"]:
             base = Path(config["model"]["path"])
-    if task_of(type(meta_model.module).__name__) is REWARD:
+    if prediction_task(type(meta_model.module).__name__) is REWARD:
         raise UserError(f"expected a language model, got {name}, a reward model, which generates no text")
     eos_tokens = read_generation_config(base).get("eos_token_id")
     ends = [loaded_tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]

@@ -57,8 +57,8 @@ class Fragment:
 def make_fragments(slices: Sequence[tuple[int, int, int]], num_fragments: int) -> list[Fragment]:
     """Cut the parameters into fragments of nearly equal size, and return this rank's part of each.
 
-    `slices` contains `(numel, start, stop)` for each trainable parameter, in the same order on all ranks. Of the
-    flattened parameter's `numel` elements, this rank has elements `[start, stop)`. A slice may be empty.
+    `slices` contains `(numel, start, stop)` for each trainable parameter, in the same order on all ranks:
+    this rank owns elements `[start, stop)` of the flattened parameter's `numel` elements. A slice may be empty.
     """
     bases = list(itertools.accumulate((_align(numel) for numel, _, _ in slices), initial=0))
     num_blocks = bases[-1] // BLOCK_NUMEL

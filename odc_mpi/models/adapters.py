@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import MetaModel
-from odc_mpi.models.heads import task_of
+from odc_mpi.models.heads import prediction_task
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.shard.local_shards import WeightSource
 
@@ -69,7 +69,7 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             "lora: requires the package peft, which is not installed: pip install 'odc_mpi[lora]', or remove lora"
         ) from error
     module = meta_model.module
-    task = task_of(type(module).__name__)
+    task = prediction_task(type(module).__name__)
     if task.new_head:
         settings = {**settings, "modules_to_save": sorted({*(settings["modules_to_save"] or ()), task.new_head})}
     _check_names(module, settings)

@@ -26,7 +26,7 @@ from odc_mpi.models.configuration import decode_floats, flatten_config, override
 from odc_mpi.models.families import Packing, build_for_training
 from odc_mpi.models.heads import CAUSAL_LM, Task
 from odc_mpi.models.weights.base_check import HashedWeights
-from odc_mpi.models.weights.composite import composite_of, text_model_type
+from odc_mpi.models.weights.composite import find_composite, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
@@ -128,7 +128,7 @@ def from_directory(
         _check_counts(content, "", f"{problem}: ")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         config = _override(config, content, overrides)
-        composite = composite_of(config)
+        composite = find_composite(config)
     config = composite.text_config if composite else config
     model, random = _with_random_weights(config, "model.path", attn_implementation, task, seed)
     weights = SafetensorsWeights(path, model.module, composite, random, task.new_head)

@@ -27,7 +27,7 @@ from odc_mpi.files import set_default_mode, sync
 from odc_mpi.hub import cached_model_path, parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
 from odc_mpi.models.build import MetaModel, is_model_directory
-from odc_mpi.models.heads import REWARD, task_of
+from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import load_base, load_checkpoint
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
@@ -117,12 +117,12 @@ def _adapters(checkpoint: Checkpoint, base: Path | None) -> _Content:
             "find their layers, so export the merged text model with --merge"
         )
     tensors = {
-        peft_name(name): PlacedTensor.of(name, checkpoint.record(f"{MODEL}/{name}").shape)
+        peft_name(name): PlacedTensor.from_stored(name, checkpoint.record(f"{MODEL}/{name}").shape)
         for name in _trained(checkpoint)
     }
     name, revision = parse_name(location) or (location or None, None)  # as peft names a base from the Hub
     config = {**metadata["adapter"], "base_model_name_or_path": name, "revision": revision}
-    return _Content(tensors, _StoredWeights(checkpoint), config, "float32", is_model=False)
+    return _Content(tensors, _CheckpointTensors(checkpoint), config, "float32", is_model=False)
 
 
 def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
@@ -134,13 +134,13 @@ def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
     buffers = dict(replicated_persistent_tensors(module))
     shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *buffers.items())}
     tensors = published_tensors(module, shapes)
-    source = _MergedWeights(checkpoint, meta_model, buffers) if is_merged else _StoredWeights(checkpoint)
+    source = _MergedWeights(checkpoint, meta_model, buffers) if is_merged else _CheckpointTensors(checkpoint)
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"]}
     config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
     return _Content(tensors, source, config, metadata["config"]["model"]["param_dtype"], True, buffers)
 
 
-class _StoredWeights(WeightSource):
+class _CheckpointTensors(WeightSource):
     """Source of the model's tensors in a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -229,7 +229,7 @@ def _read(content: _Content, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 def _write_model_config(out: Path, config: dict[str, Any], side_files: SideFiles) -> None:
     trained_with = {}
-    if task_of(config["architectures"][0]) is REWARD:
+    if prediction_task(config["architectures"][0]) is REWARD:
         # A classifier scores the last token that is not padding, so it keeps the padding token of its training.
         trained_with = {"pad_token_id": config["pad_token_id"]}
     else:

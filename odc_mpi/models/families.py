@@ -20,7 +20,7 @@ from torch import nn
 from odc_mpi.data.microbatch import flash_attention_kwargs
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
-from odc_mpi.models.heads import CAUSAL_LM, task_of
+from odc_mpi.models.heads import CAUSAL_LM, prediction_task
 
 #: Layer types that carry no state from one packed sequence to the next and mix tokens only through attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -160,7 +160,7 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
         raise UserError(
             f"{setting}: {name} adds a z-loss, which is not supported: set model.config.z_loss_coefficient to 0"
         )
-    if task_of(name) is CAUSAL_LM and "self.loss_function(" not in inspect.getsource(
+    if prediction_task(name) is CAUSAL_LM and "self.loss_function(" not in inspect.getsource(
         inspect.unwrap(type(module).forward)
     ):
         raise UserError(f"{setting}: {name} does not predict the next token: its loss does not shift the labels")

@@ -62,7 +62,7 @@ CAUSAL_LM = Task("causal model", transformers.AutoModelForCausalLM, "CAUSAL_LM")
 REWARD = Task("sequence classifier", transformers.AutoModelForSequenceClassification, "SEQ_CLS", "score")
 
 
-def task_of(class_name: str) -> Task:
+def prediction_task(class_name: str) -> Task:
     """Return the task of a transformers model, given its class name. For unknown classes, return `CAUSAL_LM`."""
     return REWARD if class_name.endswith("ForSequenceClassification") else CAUSAL_LM
 

@@ -23,7 +23,7 @@ from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
 from odc_mpi.models.adapters import add_adapters
 from odc_mpi.models.configuration import first_difference, full_configuration
-from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, set_padding, task_of
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, prediction_task, set_padding
 from odc_mpi.models.peft_directory import from_peft_directory, is_peft_directory
 from odc_mpi.models.weights.base_check import HashedWeights, check_base, describe_base
 
@@ -143,7 +143,7 @@ def load_start(
 
 def saved_task(checkpoint: Checkpoint) -> Task:
     """Return the task of the model in a checkpoint."""
-    return task_of(checkpoint.manifest.metadata["architectures"][0])
+    return prediction_task(checkpoint.manifest.metadata["architectures"][0])
 
 
 def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:

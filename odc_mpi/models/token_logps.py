@@ -51,7 +51,7 @@ class LogitTransform:
         return gradient if factor == 1.0 else gradient.mul_(factor)
 
     @classmethod
-    def of(cls, module: Any) -> "LogitTransform | None":
+    def from_model(cls, module: Any) -> "LogitTransform | None":
         """Return the transform of a transformers model, or None if the model computes its logits in another way.
 
         Identifies the transform by a forward pass that uses stubs for the decoder and head, and reads no parameters.
@@ -119,7 +119,7 @@ class TokenLogps:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._head = module.get_output_embeddings()
-        self._transform = LogitTransform.of(module) if type(self._head) is nn.Linear else None
+        self._transform = LogitTransform.from_model(module) if type(self._head) is nn.Linear else None
 
     def __call__(
         self, inputs: Mapping[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0

@@ -15,7 +15,7 @@ from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 if TYPE_CHECKING:
     from odc_mpi.data.loader import Minibatch
     from odc_mpi.data.microbatch import Microbatch
-    from odc_mpi.shard import model as sharded
+    from odc_mpi.shard.minibatch_stats import MinibatchStats
 
 #: Number of fraction bits of a rounded summand, relative to the leading bit of `max_magnitude`.
 _EXACT_SUM_BITS = 44
@@ -101,7 +101,7 @@ class Callback:
         """Return this rank's values, one for each of `gathered_names`. The loop gathers the values of all ranks."""
         return ()
 
-    def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
+    def on_gathered(self, step: Step, gathered: "MinibatchStats") -> None:
         """Process the gathered values before the optimizer step. The outcome must be the same on all ranks."""
 
     def on_optimizer_step(self, step: Step) -> None:

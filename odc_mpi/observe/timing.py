@@ -14,8 +14,8 @@ from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard import model as sharded
-from odc_mpi.shard.minibatch_stats import TRAFFIC
+from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
+from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
 #: Peak dense bfloat16 FLOP/s of GPUs, from NVIDIA's data sheets. Keys are patterns for torch's device names.
@@ -82,7 +82,7 @@ class StepTimeMetrics(Callback):
         "boundary_wait_s": SummaryField("boundary_wait_s", "sum"),
     }
 
-    def __init__(self, world: World, model: sharded.ShardedModel, clock: Callable[[], float]) -> None:
+    def __init__(self, world: World, model: ShardedModel, clock: Callable[[], float]) -> None:
         self._world, self._model, self._clock = world, model, clock
         self._seconds, self._num_collectives = model.spans.seconds, model.usage.num_collectives
         self._num_steps = self._num_microbatches = 0
@@ -105,7 +105,7 @@ class StepTimeMetrics(Callback):
         return self._clock() - self._began, fetch_s, accumulate_s, float(self._num_microbatches)
 
     @override
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         busy_s, microbatches = gathered.per_rank("busy_s"), gathered.per_rank("microbatches")
         mean_s, slowest_s = float(busy_s.mean()), float(busy_s.max())
         step.metrics |= {
@@ -154,7 +154,7 @@ class TrafficReport(Callback):
     summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
 
     @override
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         means = {name: float(gathered.per_rank(name).mean()) for name in TRAFFIC}
         for key in ("bytes_fetched", "bytes_pushed"):
             step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]
@@ -174,7 +174,7 @@ class IslandMetrics(Callback):
         "island_wait_s": SummaryField("island_wait_s", "sum"),
     }
 
-    def __init__(self, world: World, model: sharded.ShardedModel) -> None:
+    def __init__(self, world: World, model: ShardedModel) -> None:
         self._world, self._usage = world, model.usage
         self._start_s = self._reported_s = model.usage.island_wait_s
 
@@ -184,7 +184,7 @@ class IslandMetrics(Callback):
         return float(self._usage.bytes_between_islands), self._reported_s - before
 
     @override
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         step.metrics |= {name: float(gathered.per_rank(name).mean()) for name in self.gathered_names}
 
     def on_train_end(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class ThroughputMetrics(Callback):
         on_gpu = self._device.type == "cuda"
         return float(peak_resident_bytes()), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Add the peak host memory and, on a GPU, the peak device memory, in bytes, as maxima over all ranks."""
         for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
             step.metrics[name] = int(gathered.per_rank(name).max())

@@ -10,7 +10,6 @@ from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plots import Bar, BarPanel, Curve, GanttChart, GanttRow, Panel, choose_ranks
 from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, Style
-from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, ON_DEMAND, SCHEDULES, SPLIT
 
@@ -21,8 +20,6 @@ HEADINGS = {
     BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
     ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
     SPLIT: f"The longest sequences split, {SPLIT}: ranks wait",
-    rollouts.BASELINE: f"Barrier, {rollouts.BASELINE}: ranks train after all have generated, and wait",
-    rollouts.ON_DEMAND: f"On demand, {rollouts.ON_DEMAND}: idle ranks train completions of other ranks, and wait",
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "/")}
@@ -66,12 +63,9 @@ def describe(result: Mapping[str, Any]) -> ReportPage:
 def _schedule(result: Mapping[str, Any]) -> ReportPage:
     scenario = result["scenario"]
     measured = result["benchmark"] == "schedule"
-    is_rl = result.get("workload") == "grpo"
-    baseline, on_demand = (rollouts.BASELINE, rollouts.ON_DEMAND) if is_rl else (BASELINE, ON_DEMAND)
-    items = f"prompts each, {scenario['completions']} completions of each" if is_rl else "sequences each"
     subtitle = [
-        f"{scenario['ranks']} ranks, {scenario['per_rank']} {items}, lengths {scenario['lengths']}, speeds vary "
-        f"by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
+        f"{scenario['ranks']} ranks, {scenario['per_rank']} sequences each, lengths {scenario['lengths']}, speeds "
+        f"vary by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
         f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}"
     ]
     if measured:
@@ -82,21 +76,21 @@ def _schedule(result: Mapping[str, Any]) -> ReportPage:
         )
     else:
         subtitle.append("Simulated by odc-mpi simulate, not measured")
-    gain = result["speedup"][on_demand]
+    gain = result["speedup"][ON_DEMAND]
     best = "on demand" if measured else "on demand, as simulated"
-    title = f"{gain:.2f} times as fast {best}: {on_demand} compared with {baseline}"
-    figures = [_first_minibatch(result, baseline, on_demand), _speedups(result, baseline, on_demand)]
+    title = f"{gain:.2f} times as fast {best}: {ON_DEMAND} compared with {BASELINE}"
+    figures = [_first_minibatch(result), _speedups(result)]
     return _benchmark_report(result, title, subtitle, figures)
 
 
-def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
+def _first_minibatch(result: Mapping[str, Any]) -> Figure:
     timeline = result["timeline"]
-    names = [name for name in (baseline, on_demand, SPLIT) if name in timeline]
+    names = [name for name in (BASELINE, ON_DEMAND, SPLIT) if name in timeline]
     ends = {name: max((spans[-1][1] for spans in timeline[name] if spans), default=0.0) for name in names}
-    if ends.get(SPLIT, math.inf) > (1 - MIN_SHOWN_GAIN) * ends[on_demand]:
+    if ends.get(SPLIT, math.inf) > (1 - MIN_SHOWN_GAIN) * ends[ON_DEMAND]:
         ends.pop(SPLIT, None)
-    saved_s = ends[baseline] - ends[on_demand]
-    chosen = choose_ranks([sum(b - a for a, b in spans) for spans in timeline[baseline]])
+    saved_s = ends[BASELINE] - ends[ON_DEMAND]
+    chosen = choose_ranks([sum(b - a for a, b in spans) for spans in timeline[BASELINE]])
     charts = [
         GanttChart(
             f"{HEADINGS[name]} {_idle(timeline[name], end):.0%} of the time",
@@ -106,18 +100,17 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
         )
         for name, end in ends.items()
     ]
-    work = "completions" if on_demand == rollouts.ON_DEMAND else "sequences"
-    title = f"The same {len(timeline[baseline])} ranks and the same {work}: " + (
-        f"on demand the minibatch ends {saved_s / ends[baseline]:.0%} earlier"
-        if saved_s > MIN_SHOWN_GAIN * ends[baseline]
+    title = f"The same {len(timeline[BASELINE])} ranks and the same sequences: " + (
+        f"on demand the minibatch ends {saved_s / ends[BASELINE]:.0%} earlier"
+        if saved_s > MIN_SHOWN_GAIN * ends[BASELINE]
         else "here on demand gains nothing"
     )
     if SPLIT in ends:
-        title += f", split {1 - ends[SPLIT] / ends[baseline]:.0%}"
+        title += f", split {1 - ends[SPLIT] / ends[BASELINE]:.0%}"
     source = "measured on the real runtime" if result["benchmark"] == "schedule" else "as simulated by odc-mpi simulate"
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
-    if len(chosen) < len(timeline[baseline]):
-        caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
+    if len(chosen) < len(timeline[BASELINE]):
+        caption += f"{len(chosen)} of {len(timeline[BASELINE])} ranks are shown, from least to most busy."
     return Figure("gantt", title, partial(plots.gantt, charts, _STYLES), caption)
 
 
@@ -132,30 +125,22 @@ def _gantt_row(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Gant
     return GanttRow(f"rank {rank}", {COMPUTES: computes, WAITS: list(zip(edges[::2], edges[1::2], strict=True))})
 
 
-def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
+def _speedups(result: Mapping[str, Any]) -> Figure:
     wait = result["idle_fraction"]
-    is_rl = on_demand == rollouts.ON_DEMAND
     others = {"simulated": result.get("simulated", {})}
     islands = [name for name in wait if name.startswith(("islands/", "outer/"))]
-    names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *islands, *BOUNDS]
+    names = [*SCHEDULES, *islands, *BOUNDS]
     panels = [
-        _bar_panel(f"speed-up over {baseline}", names, result["speedup"], ".2f", 1.0, others),
+        _bar_panel(f"speed-up over {BASELINE}", names, result["speedup"], ".2f", 1.0, others),
         _bar_panel("fraction of the time in which ranks wait", names, wait, ".0%"),
         _bar_panel("s / step", names, result["step_s"], ".2f"),
     ]
-    title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
-    if is_rl:
-        caption = (
-            "No schedule with this generation can exceed the bound: all work distributed evenly, or the completion "
-            f"that is generated last. Generation is {result['generation_fraction']:.0%} of the work."
-        )
-    else:
-        fraction = result["longest_sequence_bound_fraction"]
-        caption = (
-            "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work "
-            f"distributed evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest "
-            "sequence."
-        )
+    title = f"Ranks wait {wait[BASELINE]:.0%} of the time with {BASELINE}, {wait[ON_DEMAND]:.0%} with {ON_DEMAND}"
+    fraction = result["longest_sequence_bound_fraction"]
+    caption = (
+        "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work distributed "
+        f"evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
+    )
     return _bar_figure("speedups", title, panels, names, caption)
 
 

@@ -1,4 +1,4 @@
-"""Figures on runs: metrics over the steps, what the ranks do over time, and lengths of sequences and microbatches."""
+"""Figures on runs: metrics over the steps, activity of ranks over time, and lengths of sequences and microbatches."""
 
 import math
 from bisect import bisect_right

@@ -16,7 +16,7 @@ from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_figures import histograms, loss_figure, rewards_figure, time_breakdown, timeline
 
 #: Maximum magnitude of numbers in plots, which prevents overflow. NaN is also excluded.
-_MAX_DRAWN = 1e100
+_MAX_PLOTTED = 1e100
 #: Number of completions shown for each of the first and last steps, and maximum length of their texts in characters.
 _NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
 #: Display name of each objective.
@@ -124,7 +124,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 def _is_step(step: Any) -> bool:
     """Return True if a line of ``metrics.jsonl`` maps all keys except `time` to plottable numbers or null."""
     return isinstance(step, dict) and all(
-        value is None or key == "time" or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN)
+        value is None or key == "time" or (isinstance(value, int | float) and abs(value) <= _MAX_PLOTTED)
         for key, value in step.items()
     )
 
@@ -186,8 +186,8 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
         ("held-out loss", "eval_loss_start", "eval_loss"),
         ("loss", "loss_first", "loss_last"),
     ):
-        is_shown = label != "loss" or not summary.keys() & {"reward_last", "eval_loss"}
-        if is_shown and summary.get(last) is not None:
+        is_informative = label != "loss" or not summary.keys() & {"reward_last", "eval_loss"}
+        if is_informative and summary.get(last) is not None:
             form = ".1%" if label == "held-out match" else ".3g"
             values = [format(summary[key], form) for key in (first, last) if summary.get(key) is not None]
             tiles.append(Tile(label, " → ".join(values), "first to last" if len(values) > 1 else "at the end"))

@@ -76,19 +76,18 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 
 
 def simulate_dynamic(
-    ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float]
+    num_microbatches: int, available_at: Sequence[float], duration: Callable[[int, int], float]
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they become idle.
 
-    Rank `r` can claim microbatches from time `available_at[r]` on. Microbatch `k` takes `duration(r, k)` on rank `r`
-    and cannot begin before `ready[k]`. The rank that became idle first claims first; ties go to the lowest rank.
+    Rank `r` can claim microbatches from time `available_at[r]` on. Microbatch `k` takes `duration(r, k)` on rank
+    `r`. The rank that became idle first claims first; ties go to the lowest rank.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
     timeline: list[Intervals] = [[] for _ in available_at]
-    for microbatch, ready_s in enumerate(ready):
-        at, rank = free[0]
-        began = max(at, ready_s)
+    for microbatch in range(num_microbatches):
+        began, rank = free[0]
         ended = began + duration(rank, microbatch)
         timeline[rank].append((began, ended))
         heapq.heapreplace(free, (ended, rank))

@@ -13,16 +13,14 @@ MAX_S = MAX_GB_PER_S = 10**6
 #: Bytes per parameter that islands exchange with an outer loop, by the value of `islands.wire`. Blocks of 32 integers
 #: or 4-bit numbers share a scale of 1 byte.
 WIRE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 33 / 32, "e3m0": 17 / 32}
-LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. If `is_size`, the value is in bytes and may have a suffix (512M)."""
+    """Inclusive bounds and help text of an option."""
 
     minimum: float
     maximum: float
     help: str
-    is_size: bool = False
 
 
 _COUNT, _DEVIATION = (1, 10**5), (0, 10)
@@ -61,35 +59,23 @@ class ScenarioOptions:
     link_gb_per_s: Annotated[float, Option(*_SPEED, "speed of a rank between islands; 0: free")] = 0.0
     sync_every: Annotated[int, Option(0, 10**6, "islands.sync_every of an outer loop to simulate, too; 0: none")] = 0
     wire: str = "float32"
-    parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes", True)] = 0
-    gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
+    parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes")] = 0
+    gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes")] = 0
 
     def __post_init__(self) -> None:
-        for field, (_, option) in options_of(type(self)).items():
+        for field, (_, option) in OPTIONS.items():
             value = getattr(self, field)
             if not option.minimum <= value <= option.maximum:  # nan fails both comparisons
                 bounds = f"from {option.minimum} to {option.maximum}"
                 raise UserError(f"{option_name(field)}: expected a number {bounds}, got {value}")
 
 
-@dataclass(frozen=True)
-class RolloutOptions(ScenarioOptions):
-    """Options of a simulated GRPO run. `per_rank` counts prompts, and `lengths` specifies the lengths of completions.
-
-    The default times are for 1.5 B parameters in bf16 on an A100 with 1.5 TB/s. A decode step reads 3 GB of parameters
-    and, for each sequence, the keys and values of 4,500 tokens on average, at 28,672 bytes per token.
-    """
-
-    lengths: str = "aime"
-    completions: Annotated[int, Option(1, 10**4, "completions per prompt; a rank has --per-rank prompts")] = 8
-    decode_step_s: Annotated[float, Option(0, MAX_S, "constant seconds of a decode step")] = 2e-3
-    decode_sequence_s: Annotated[float, Option(0, MAX_S, "seconds of each sequence in a decode step")] = 8.6e-5
-
-
-def options_of(kind: type) -> dict[str, tuple[Any, Option]]:
-    """Return the type and the `Option` of each annotated field of a dataclass, keyed by field name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Annotated}
+#: Type and `Option` of each annotated field of `ScenarioOptions`, keyed by field name.
+OPTIONS: dict[str, tuple[Any, Option]] = {
+    field: get_args(hint)
+    for field, hint in get_type_hints(ScenarioOptions, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 
 
 def option_name(field: str) -> str:

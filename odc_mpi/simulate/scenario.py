@@ -95,11 +95,8 @@ def lengths_by_name(name: str) -> LengthDistribution:
         hint = did_you_mean(name, KNOWN_DISTRIBUTIONS)
         known = ", ".join(KNOWN_DISTRIBUTIONS)
         raise UserError(f"--lengths: expected {known} or the path of a data set, got {name!r}{hint}")
-    try:
-        with Dataset(name) as dataset:
-            return EmpiricalLengths(np.array(dataset.lengths, dtype=np.int64))
-    except UserError as error:  # its message has the name of the setting of a run
-        raise UserError(str(error).replace("data.path", "--lengths")) from error
+    with Dataset(name, "--lengths") as dataset:
+        return EmpiricalLengths(np.array(dataset.lengths, dtype=np.int64))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ schedule. verl and the ODC paper use lb_micro with collectives.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.simulate.events import (
     Intervals,
@@ -51,16 +51,11 @@ SCHEDULES = (
 )
 #: Balances that are also simulated with islands.
 ISLAND_BALANCES = ("lb_mini", "dynamic")
-#: Functions that plan a minibatch, by the name of the balance in `SCHEDULES`.
-PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
+#: Balance strategies by their name in `SCHEDULES`.
+STRATEGIES: dict[str, BalanceStrategy] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
 #: Pauses shorter than this time, in seconds, are omitted from timelines.
 PAUSE_S = 1e-3
-#: Numbers of sequences per rank to compare.
-PER_RANK = (1, 2, 4, 8, 16)
-#: Maximum number of sequences to simulate for each number in `PER_RANK`, which takes a few seconds. However, at least
-#: one minibatch is simulated.
-MAX_SIMULATED_SEQUENCES = 8_192
 
 
 def simulate(scenario: Scenario) -> dict[str, Any]:
@@ -89,16 +84,19 @@ def summarize(
     floors = [floor_s(minibatch) for minibatch in scenario.minibatches()]
     shared = [even for _, even in floors]
     each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
+    totals = {name: math.fsum(seconds) for name, seconds in each.items()}
     # Bounds assume the fewest possible microbatches.
     bound = scenario.ranks * math.fsum(shared)
     work = {name: float(seconds.sum()) for name, seconds in busy.items()} | dict.fromkeys(BOUNDS, bound)
-    means = ratios(each, work, BASELINE, scenario.ranks)
+    speedup = {name: totals[BASELINE] / total for name, total in totals.items()}
     return {
-        "floor": means["speedup"][FLOOR],
+        "floor": speedup[FLOOR],
         "scenario": asdict(scenario),
-        **means,
+        "speedup": speedup,
+        "idle_fraction": {name: max(0.0, 1 - work[name] / (scenario.ranks * total)) for name, total in totals.items()},
+        "step_s": {name: total / len(floors) for name, total in totals.items()},
         "idle_per_rank": {
-            name: np.maximum(0.0, 1.0 - seconds / math.fsum(each[name])).tolist() for name, seconds in busy.items()
+            name: np.maximum(0.0, 1.0 - seconds / totals[name]).tolist() for name, seconds in busy.items()
         },
         "longest_sequence_bound_fraction": sum(longest > even for longest, even in floors) / len(floors),
         "timeline": timeline,
@@ -106,8 +104,7 @@ def summarize(
 
 
 def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, SimulatedTiming]:
-    plans = {name: plan(minibatch, name) for name in BALANCE_STRATEGIES}
-    plans["split"] = plan(minibatch, "split", plans["dynamic"])
+    plans = {name: plan(minibatch, name) for name in STRATEGIES}
     timings = {}
     for name in SCHEDULES:
         transport, balance = name.split("/")
@@ -143,25 +140,10 @@ def collect_timings(
     return ends, busy, timeline
 
 
-def ratios(
-    ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
-) -> dict[str, dict[str, float]]:
-    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each keyed by schedule or bound.
-
-    `ends` contains each minibatch's duration, and `work` the total busy time of all ranks, both in seconds.
-    """
-    totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
-    return {
-        "speedup": {name: totals[baseline] / total for name, total in totals.items()},
-        "idle_fraction": {name: max(0.0, 1.0 - work[name] / (ranks * total)) for name, total in totals.items()},
-        "step_s": {name: total / len(ends[name]) for name, total in totals.items()},
-    }
-
-
-def plan(minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may contain the `dynamic` plan."""
+def plan(minibatch: SimulatedMinibatch, balance: str) -> Plan:
+    """Plan a minibatch from its sequence lengths, as ranks do."""
     scenario = minibatch.scenario
-    return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
+    return STRATEGIES[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
 
 def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str) -> SimulatedTiming:
@@ -193,7 +175,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan) -> SimulatedTim
         started.add(rank)
         return minibatch.window_s(rank, plan.pool[k], is_first=is_first)
 
-    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration)
+    pool = simulate_dynamic(len(plan.pool), available_at, duration)
     timeline = [[*chunks, *unsplit] for chunks, unsplit in zip(chunk_timelines, pool.timeline, strict=True)]
     return SimulatedTiming(pool.end_s, timeline)
 
@@ -233,31 +215,3 @@ def floor_s(minibatch: SimulatedMinibatch) -> tuple[float, float]:
     longest = computed_s + communication_s + cost_s
     # Communication does not depend on the speed of a rank.
     return longest, (work + fewest * communication_s * float(minibatch.speeds.min())) / float(minibatch.speeds.sum())
-
-
-def recommend_batch_size(scenario: Scenario) -> str:
-    """Simulate each number of sequences per rank in `PER_RANK`, and return a table of results and a recommendation.
-
-    The recommendation is the smallest number of sequences per rank whose throughput is within 2% of the best.
-    """
-    lines = [f"{'sequences':>12}{'speed-up':>12}{'':20}{'idle':>12}{'sequences':>14}"]
-    lines.append(f"{'per rank':>12}{'lb_mini':>12}{'dynamic':>10}{'split':>10}{'dynamic':>12}{'per s':>14}")
-    rates = {}
-    for per_rank in PER_RANK:
-        max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))
-        num_minibatches = min(max_minibatches, scenario.num_minibatches)
-        result = simulate(replace(scenario, per_rank=per_rank, num_minibatches=num_minibatches))
-        rates[per_rank] = scenario.ranks * per_rank / result["step_s"][ON_DEMAND]
-        speedup = result["speedup"]
-        lines.append(
-            f"{per_rank:12}{speedup['window/lb_mini']:12.3f}{speedup[ON_DEMAND]:10.3f}{speedup[SPLIT]:10.3f}"
-            f"{result['idle_fraction'][ON_DEMAND]:12.1%}{rates[per_rank]:14.2f}"
-        )
-    best = max(rates.values())
-    enough = next(per_rank for per_rank, rate in rates.items() if rate >= 0.98 * best)
-    gain, rest = rates[enough] / rates[PER_RANK[0]] - 1, best / rates[enough] - 1
-    advice = (
-        f"With {ON_DEMAND}, {enough} per rank are enough: {gain:.0%} more sequences per second than "
-        f"with {PER_RANK[0]}.\nLarger minibatches add at most {rest:.1%}."
-    )
-    return "\n".join([*lines, "", advice])

@@ -157,9 +157,9 @@ def estimate_memory(
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or maps_gpus)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
     island_size = _ranks_per_island(config, num_ranks, ranks_per_node)
-    trains_apart = config.islands.mode == "outer" and island_size < num_ranks
+    trains_separately = config.islands.mode == "outer" and island_size < num_ranks
     num_islands = num_ranks // island_size
-    sizes = _Sizes.of(config, model, *((island_size, 1) if trains_apart else (num_ranks, num_islands)))
+    sizes = _Sizes.from_config(config, model, *((island_size, 1) if trains_separately else (num_ranks, num_islands)))
     zero_copy = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if zero_copy or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     fetch_copies = gpu or not (zero_copy or shared_bytes)  # units are fetched into buffers of this rank
@@ -181,7 +181,9 @@ def estimate_memory(
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
-        MemoryPart("outer loop", _outer_bytes(config, sizes, num_islands) if trains_apart else 0, optimizer_on_gpu),
+        MemoryPart(
+            "outer loop", _outer_bytes(config, sizes, num_islands) if trains_separately else 0, optimizer_on_gpu
+        ),
         MemoryPart("copy to save", sizes.saved),
         MemoryPart("fetched units", held_bytes if fetch_copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
@@ -214,7 +216,7 @@ class _Sizes:
     trained_numel: int  # elements of the trainable shards
 
     @classmethod
-    def of(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
+    def from_config(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
         dtype = getattr(torch, config.model.param_dtype)
         default, dtypes = dtypes_by_parameter(model.module) if model.adapter else (dtype, {})
         units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes)

@@ -19,8 +19,8 @@ from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import SummaryField
 from odc_mpi.runtime.world import World
-from odc_mpi.shard import model as sharded
 from odc_mpi.shard.fixed_point import FixedPointGradients
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
 
@@ -86,7 +86,7 @@ class ExponentCallback(Callback):
         shift = math.ceil(math.log2(loss_normalizer))
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Add the rounding error of the gradients, relative to their magnitude, to the step's metrics."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 

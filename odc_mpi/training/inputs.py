@@ -194,7 +194,7 @@ def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
 
 
 def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
-    dataset, objective = Dataset(path), config.run.objective
+    dataset, objective = Dataset(path, setting), config.run.objective
     has_pairs = objective != "sft"
     if (dataset.pair_counts is not None) != has_pairs:
         raise UserError(
@@ -247,7 +247,7 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
     if path is not None and isinstance(dataset, Dataset):
         files = [tokenizer_files(Path(each)).get(_TOKENIZER) for each in (path, dataset.path)]
         if files[0] is not None and files[0] == files[1]:
-            return  # loaded beside config.json, some families have more tokens (Qwen2Tokenizer)
+            return  # loaded next to config.json, some families have more tokens (Qwen2Tokenizer)
     if tokenizer is not None and vocabulary_digest(tokenizer.get_vocab()) != dataset.vocabulary:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer that differs from that in model.path, {path}: "

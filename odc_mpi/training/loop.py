@@ -25,7 +25,8 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.observe.microbatch_results import DeviceResults, MicrobatchResults
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.update import Update
 
 
@@ -93,7 +94,7 @@ class Objective(Callback, ABC):
     def local_values(self) -> Sequence[float]:
         return tuple(self._values.values())
 
-    def reduce(self, gathered: sharded.MinibatchStats) -> dict[str, float]:
+    def reduce(self, gathered: MinibatchStats) -> dict[str, float]:
         """Return the loss and statistics, reduced over all ranks' microbatches and keyed by `gathered_names`."""
         return {
             name: self.extremes[name](gathered.per_rank(name).tolist()) if name in self.extremes else gathered.sum(name)
@@ -111,7 +112,7 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def __init__(
         self,
-        model: sharded.ShardedModel,
+        model: ShardedModel,
         source: MinibatchSource,
         objective: Objective,
         update: Update,

@@ -217,7 +217,7 @@ def build_trainer(
     `check_stop`, which may raise an error on all ranks, is called while a DPO run computes reference log-probabilities.
     """
     islands = islands or make_islands(config, world)
-    trains_apart = islands is not None and islands.mode == "outer"
+    trains_separately = islands is not None and islands.mode == "outer"
     model = _shard(config, world, inputs, decision, resume_point, islands)
     # Other implementations in torch split elements among threads at positions that depend on the shard's size.
     fused = True if config.run.exact else None
@@ -231,10 +231,10 @@ def build_trainer(
     def clock() -> float:
         return perf_counter() - (windows.waited_s if windows else 0.0)
 
-    sharing = islands.island if islands and trains_apart else world
+    sharing = islands.island if islands and trains_separately else world
     tickets = Tickets(sharing) if config.data.balance == "dynamic" else None
     callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport()]
-    if islands and trains_apart:
+    if islands and trains_separately:
         callbacks.append(build_outer_loop(config, world, model, islands))
     elif islands:
         callbacks.append(IslandMetrics(world, model))

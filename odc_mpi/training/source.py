@@ -26,7 +26,7 @@ from odc_mpi.models.attention import SequenceChunk
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import MinibatchSource
 
 
@@ -131,7 +131,7 @@ class DatasetSource(MinibatchSource):
         """Return a one-element tuple: 1 if this rank could not read a sequence, otherwise 0."""
         return (float(self._placeholders.damage is not None),)
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Reset the tickets. One-sided.
 
         If a rank could not read a sequence, rewinds the loader to the start of the minibatch and raises
@@ -184,7 +184,7 @@ class FitCostModel(Callback):
         """Return sums over the microbatches recorded since the last call."""
         return self._fitted.report().tolist()
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Fit the cost model to the times measured on all ranks, and pass the result to the loader."""
         self._fitted.update(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
         self._loader.cost = self._fitted.cost

@@ -13,7 +13,7 @@ from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.start.launch import launched_rank
 
 if TYPE_CHECKING:
-    from odc_mpi.shard import model as sharded
+    from odc_mpi.shard.minibatch_stats import MinibatchStats
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _INTERRUPTED = b"odc_mpi: interrupted; saving after this step. Press Ctrl-C again to end at once\n"
@@ -66,7 +66,7 @@ class StopRequest(Callback):
         """Return a one-element tuple: 1 if this rank has received a request, otherwise 0."""
         return (float(self.requested),)
 
-    def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
+    def on_gathered(self, step: Step, gathered: "MinibatchStats") -> None:
         """Set `requested_on_any_rank` to True if `requested` was True on any rank."""
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
@@ -89,11 +89,11 @@ class StopRequest(Callback):
 
 
 def _print_notice(number: int) -> None:
-    """Print on rank 0 what a signal does. Safe in a signal handler, where `print` could interrupt another `print`."""
+    """Print on rank 0 how a signal acts. Safe in a signal handler, where `print` could interrupt another `print`."""
     ends_at_once = "PRTE_LAUNCHED" in os.environ  # by mpiexec of Open MPI; srun lets the ranks finish
     with suppress(OSError):
         if launched_rank() == 0 and ends_at_once:
-            # Open MPI's mpiexec does not forward what ranks print from now on.
+            # Open MPI's mpiexec does not forward the ranks' output from now on.
             terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
             os.write(terminal, _OPEN_MPI)
             os.close(terminal)

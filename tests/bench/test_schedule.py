@@ -18,7 +18,7 @@ SINGLE_RANK = SimpleNamespace(
 
 
 def test_several_nodes_are_refused():
-    """Ranks that sleep there serve nobody."""
+    """Ranks that sleep on other nodes answer no requests."""
     with pytest.raises(AllRanksUserError, match="measures on one node, got 2"):
         measure(SimpleNamespace(num_nodes=2), Scenario(), 1.0)
 
@@ -58,7 +58,6 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
         ("--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
         ("--step-s inf", "--step-s"),
         ("--ranks 100000", "--ranks 100000: expected at most"),
-        ("--workload grpo", "unknown argument --workload"),
     ],
 )
 def test_user_errors_are_one_line(capsys, options, output):

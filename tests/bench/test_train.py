@@ -16,9 +16,9 @@ def rounds(*losses):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_is_infinitely_far_off(bad):
     good = rounds(2.0, 4.0, 1.0)
-    for place in range(3):
+    for position in range(3):
         losses = [2.0, 4.0, 1.0]
-        losses[place] = bad
+        losses[position] = bad
         assert deviation(rounds(*losses), good) == deviation(good, rounds(*losses)) == math.inf
         assert deviation(rounds(*losses), rounds(*losses)) == math.inf
 

@@ -54,12 +54,12 @@ def train(model, optimizer, steps=2):
 
 def full_state(model, optimizer):
     """This rank's part of everything that a checkpoint should hold: `{name: (start, values)}`, copied."""
-    own = {interval.spec.name: (interval.start, tensor.clone()) for interval, tensor in model.slices()}
-    found = {f"model/{name}": part for name, part in own.items()}
+    slices = {interval.spec.name: (interval.start, tensor.clone()) for interval, tensor in model.slices()}
+    found = {f"model/{name}": part for name, part in slices.items()}
     for name, parameter in model.named_shard_parameters():
         for key, value in optimizer.state[parameter].items():
             if value is not None:
-                found[f"optimizer/{key}/{name}"] = (own[name][0] if value.dim() else 0, value.clone())
+                found[f"optimizer/{key}/{name}"] = (slices[name][0] if value.dim() else 0, value.clone())
     return found
 
 

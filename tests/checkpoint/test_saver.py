@@ -333,10 +333,10 @@ def test_who_may_not_write_any_more(tmp_path, monkeypatch):
     ranks.start(2)
     ranks.wait()
 
-    def taken():
+    def raise_taken_over():
         raise OSError("another run has taken over")
 
-    monkeypatch.setattr(ranks.savers[0], "_check", taken)
+    monkeypatch.setattr(ranks.savers[0], "_check", raise_taken_over)
     ranks.boundary()
     assert ranks.steps() == [1]
     ranks.save(3)

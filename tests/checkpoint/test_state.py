@@ -43,26 +43,10 @@ def test_any_number_of_ranks(saved, writers, readers, dtype):
     assert_same(loaded_buffers, buffers)
 
 
-@pytest.mark.parametrize("size", (1, 3, 4))
-def test_the_digest_is_of_values_not_of_the_ranks_that_hold_them(saved, tmp_path, size):
-    directory, *_ = saved(2, torch.bfloat16)
-    load(directory, size, param_dtype=torch.bfloat16, out=tmp_path)
-    digest, place = digest_line(tmp_path).split()
-    assert (digest, place) == (digest_line(directory).split()[0], str(tmp_path / STEP))
-
-
 def test_the_digest_depends_on_values_and_dtypes(saved, tmp_path):
     directory, *_ = saved(2, torch.float32)
     load(directory, 2, steps=1, out=tmp_path)
     assert len({digest_line(path).split()[0] for path in (directory, tmp_path, saved(2, torch.bfloat16)[0])}) == 3
-
-
-def test_masters_are_saved_not_what_is_fetched(saved):
-    _, state, _ = saved(2, torch.bfloat16)
-    master = state["model/embedding.weight"]
-    assert master.dtype == torch.float32
-    assert not torch.equal(master, master.bfloat16().float()), "as bf16 has it"
-    assert state["model/norm.weight"].dtype == torch.bfloat16, "frozen: no master"
 
 
 def test_a_parameter_that_was_never_used_has_no_state(tmp_path):

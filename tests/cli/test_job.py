@@ -42,7 +42,7 @@ def directives(script):
 def test_templates(name):
     script = templates()[name]
     assert {path.stem for path in JOBS.glob("*.sbatch")} == set(templates())
-    assert (JOBS / f"{name}.sbatch").read_text() == script, "write it anew: python jobs/batch_scripts.py"
+    assert (JOBS / f"{name}.sbatch").read_text() == script, "write it again: python jobs/batch_scripts.py"
     check(script)
     assert max(map(len, script.splitlines())) <= 120
 

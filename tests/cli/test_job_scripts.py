@@ -15,7 +15,7 @@ case " $* " in *" rm "*) exit 0 ;; esac
 eval "${name}"
 """
 #: Goes on until SIGUSR1, which it obeys.
-UNTIL_TOLD = (
+UNTIL_SIGNALED = (
     'trap \'touch "$ODC_MPI_STOPPED_FILE"; exit 0\' USR1; touch "$CALLS.up"; for i in {1..300}; do sleep 0.1; done'
 )
 
@@ -36,10 +36,10 @@ class Place:
         path = self.path / "script"
         path.write_text(script)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        own = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
-        own |= {"srun": "true", "sbcast": "true", "scontrol": "true", "PATH": f"{self.path}:{os.environ['PATH']}"}
+        variables = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
+        variables |= {"srun": "true", "sbcast": "true", "scontrol": "true", "PATH": f"{self.path}:{os.environ['PATH']}"}
         return subprocess.Popen(
-            ["bash", path, *arguments], cwd=self.path, env=clean | own | env, stderr=subprocess.PIPE, text=True
+            ["bash", path, *arguments], cwd=self.path, env=clean | variables | env, stderr=subprocess.PIPE, text=True
         )
 
     def run(self, script, *arguments, **env):
@@ -105,7 +105,7 @@ def test_a_number_without_settings_does_not_train(place):
 
 
 def test_the_ranks_are_notified_once(place):
-    assert place.signal(signal.SIGUSR1, signal.SIGUSR1, srun=UNTIL_TOLD) == 75
+    assert place.signal(signal.SIGUSR1, signal.SIGUSR1, srun=UNTIL_SIGNALED) == 75
     assert place.calls("scontrol") == ["requeue 12"]
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_fails_leaves_no_copy(place):
     assert place.calls("srun")[-1].endswith(REMOVED)
 
 
-def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
+def test_a_job_canceled_while_it_copies_leaves_nothing(place):
     assert place.signal(signal.SIGTERM, sbcast=COPYING, **STAGED) == 143
     assert place.calls("srun")[-1].endswith(REMOVED)
     assert place.calls("scontrol") == []

@@ -84,8 +84,8 @@ def test_the_owners_of_a_parameter_are_those_that_have_a_slice_of_it(num_islands
     for layout in (with_islands(layout, num_islands) for layout in LAYOUTS):
         of_all = [(rank, interval) for rank in range(layout.num_owners) for interval in layout.slices(rank)]
         for parameter in layout.ranges:
-            own = [(rank, x.start, x.stop) for rank, x in of_all if x.spec is parameter.spec and x.numel]
-            assert list(layout.owners(parameter)) == sorted(own, key=lambda part: part[1])
+            expected = [(rank, x.start, x.stop) for rank, x in of_all if x.spec is parameter.spec and x.numel]
+            assert list(layout.owners(parameter)) == sorted(expected, key=lambda part: part[1])
 
 
 def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
@@ -94,11 +94,11 @@ def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
         for _ in range(20):
             start = rng.randint(0, layout.numel)
             stop = rng.randint(start, layout.numel)
-            size, own = layout.num_owners, rng.randrange(layout.num_owners)
-            owned = [(rank, *layout.owned(rank)) for rank in (*range(own + 1, size), *range(own + 1))]
+            size, this_rank = layout.num_owners, rng.randrange(layout.num_owners)
+            owned = [(rank, *layout.owned(rank)) for rank in (*range(this_rank + 1, size), *range(this_rank + 1))]
             parts = [(rank, max(start, first), min(stop, last)) for rank, first, last in owned]
             expected = [(rank, begin, end) for rank, begin, end in parts if begin < end]
-            assert list(ranges_by_owner(layout.shard_numel, own, start, stop)) == expected
+            assert list(ranges_by_owner(layout.shard_numel, this_rank, start, stop)) == expected
 
 
 def test_trainable_and_frozen_do_not_mix() -> None:

@@ -25,7 +25,7 @@ SMALLEST = 256  # bytes of a ring
 
 
 class Borrowed:
-    """Memory of somebody else, which is not kept: MPI holds no reference to what it sends."""
+    """Memory of the caller, which is not kept: MPI holds no reference to buffers that it sends."""
 
     def __init__(self, values):
         owner = values
@@ -254,10 +254,10 @@ def assert_sums(reduction, minibatch):
             wanted[index][start : start + len(values)] += values
     for index, layout in enumerate(reduction.layouts):
         start, stop = layout.owned(reduction.world.rank)
-        own = reduction.shard(index)
-        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
-        assert not own[stop - start :].any(), "padding was written to"
-        own.zero_()
+        shard = reduction.shard(index)
+        assert torch.equal(shard[: stop - start].double(), wanted[index][start:stop])
+        assert not shard[stop - start :].any(), "padding was written to"
+        shard.zero_()
 
 
 def allocated(world, sizes=SIZES, dtype=torch.float32, mailbox_bytes=mailbox.DEFAULT_MAILBOX_BYTES):

@@ -1,27 +1,22 @@
 """Fixtures of several modules: the standard library as a data set, and small data sets."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.prepare import PrepareOptions, PrepareReport, prepare
+from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.data.readers import stdlib
-from odc_mpi.data.readers.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
-def stdlib_samples() -> list[StdlibFunction]:
+def stdlib_samples():
     """The functions of the standard library, searched once."""
     return list(stdlib.functions())
 
 
 @pytest.fixture(scope="session")
-def stdlib_report(stdlib_samples: list[StdlibFunction], tmp_path_factory: pytest.TempPathFactory) -> PrepareReport:
+def stdlib_report(stdlib_samples, tmp_path_factory):
     """The standard library, prepared once, with a tokenizer trained on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib, "functions", lambda: iter(stdlib_samples))
@@ -29,21 +24,21 @@ def stdlib_report(stdlib_samples: list[StdlibFunction], tmp_path_factory: pytest
 
 
 @pytest.fixture(scope="session")
-def tokenizer(stdlib_report: PrepareReport) -> Any:
+def tokenizer(stdlib_report):
     return load_tokenizer(stdlib_report.tokenizer)
 
 
 @pytest.fixture
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder(tmp_path, monkeypatch):
     """The current directory is an empty one."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def write_dataset(tmp_path: Path) -> Callable[[Sequence[int]], Path]:
+def write_dataset(tmp_path):
     """Write sequences of given lengths; every token of the file is different, about half of them are trained."""
 
-    def write(lengths: Sequence[int]) -> Path:
+    def write(lengths):
         path = tmp_path / "data.h5"
         rng = np.random.default_rng(0)
         begin = 0

@@ -4,7 +4,6 @@ import copy
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 #: Text that models add as special tokens to their tokenizers, in the source of their templates.
 SPECIAL = (
@@ -15,7 +14,7 @@ SPECIAL = (
 VISION = {"idefics3", "lfm2_2_5_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
 
 
-def template_paths() -> dict[str, Path]:
+def template_paths():
     spec = find_spec("trl")  # not imported: it needs packages that are not installed
     folder = Path(next(iter(spec.submodule_search_locations or ()))) / "chat_templates" if spec else Path()
     return {path.stem: path for path in folder.glob("*.jinja")} if spec else {}
@@ -25,7 +24,7 @@ PATHS = template_paths()
 TEXT_TEMPLATES = sorted(name for name in PATHS if not name.endswith("_training") and name not in VISION)
 
 
-def with_published_template(tokenizer: Any, name: str, special_of: str | None = None) -> Any:
+def with_published_template(tokenizer, name, special_of=None):
     """Return a copy of a tokenizer with a published template, and the special tokens of it."""
     changed = copy.deepcopy(tokenizer)
     special = set(re.findall(SPECIAL, PATHS[special_of or name].read_text())) - {changed.eos_token}
@@ -34,7 +33,7 @@ def with_published_template(tokenizer: Any, name: str, special_of: str | None = 
     return changed
 
 
-def with_template(tokenizer: Any, template: Any) -> Any:
+def with_template(tokenizer, template):
     """Return a copy of a tokenizer with another chat template."""
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = template

@@ -1,12 +1,12 @@
 """Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
 
 import copy
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
 
-from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer, SplitTurns
@@ -22,7 +22,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
 RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "call12345", "content": "User result: four."}
 
 
-def turn(i: int) -> list[dict[str, Any]]:
+def turn(i):
     return [{"role": "user", "content": f"User question {i}?"}, {"role": "assistant", "content": f"Reply {i}, done."}]
 
 
@@ -35,12 +35,12 @@ CONVERSATIONS = {
 }
 
 
-def trained_text(tokenizer: Any, encoded: list[Encoded]) -> str:
+def trained_text(tokenizer, encoded):
     return "".join(tokenizer.decode(each.tokens[each.loss_mask], skip_special_tokens=False) for each in encoded)
 
 
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
-def test_published_templates_train_each_answer_once_and_nothing_of_the_user(tokenizer: Any) -> None:
+def test_published_templates_train_each_answer_once_and_nothing_of_the_user(tokenizer):
     assert len(TEXT_TEMPLATES) >= 34
     plain, split, omitted, refused = tokenizer, {}, set(), {}
     for name in TEXT_TEMPLATES:
@@ -71,7 +71,7 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(toke
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
-def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(tokenizer: Any) -> None:
+def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(tokenizer):
     """Marks may begin in the generation prompt, and may include white space after the end-of-turn token.
 
     With tools, those of diffusion_gemma leave out <|tool_response>, at which it stops.
@@ -110,17 +110,17 @@ MARKED = (
 )
 
 
-def spans(tokenizer: Any, chat: Conversation, split_turns: SplitTurns = "auto") -> list[list[str]]:
+def spans(tokenizer, chat, split_turns="auto"):
     rendered = ChatRenderer(tokenizer, split_turns).render_answers(chat)
     return [[each.text[begin:end] for begin, end in each.spans] for each in rendered]
 
 
-def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None:
+def test_answers_that_depend_on_later_messages_are_split(tokenizer):
     chat = CONVERSATIONS["two"]
     changing = with_template(tokenizer, LAST_THINKS)
     together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
-    apart = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
-    assert spans(changing, chat) == spans(changing, chat, "always") == apart
+    separate = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
+    assert spans(changing, chat) == spans(changing, chat, "always") == separate
     words = r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
     with pytest.raises(InvalidRecordError, match=words):
         spans(changing, chat, "never")
@@ -133,7 +133,7 @@ def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None
     assert spans(tokenizer, begins) == [["Reply 2, done.<|im_end|>"]]
 
 
-def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
+def test_marks_of_a_template_are_the_mask(tokenizer):
     marked = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{{ m.content }}{% end", 1))
     chat = CONVERSATIONS["two"]
     assert spans(marked, chat) == [["Reply 1, done.", "Reply 2, done."]]
@@ -165,7 +165,7 @@ def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
     ("content", "expected"),
     [("Yes", "Yes<|im_end|>"), ("<b>Yes", "<b>Yes<|im_end|>"), ("A <think> B", "A <think> B<|im_end|>")],
 )
-def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer: Any, content: str, expected: str) -> None:
+def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer, content, expected):
     opening = with_template(tokenizer, tokenizer.chat_template.replace("assistant\n'", "assistant\n<think>\n'"))
     opening.add_tokens("<think>")
     [rendered] = ChatRenderer(opening).render_answers(
@@ -175,7 +175,7 @@ def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer: Any, con
     assert rendered.omitted == "<think>\n"
 
 
-def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
+def test_an_answer_that_a_template_shortens_is_refused(tokenizer):
     dropping = with_template(
         tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
     )
@@ -196,7 +196,7 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
         encode(silent, [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])])
 
 
-def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: Any) -> None:
+def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer):
     as_object = copy.deepcopy(CALL)
     as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
     for rendering in ("m.tool_calls[0].function.arguments | tojson", "'' + m.tool_calls[0].function.arguments"):
@@ -205,11 +205,3 @@ def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: 
         for call in (CALL, as_object):
             found = spans(with_template(tokenizer, template), Conversation("", [turn(1)[0], call]))
             assert found == [['lookup{"word": "zebra"}<|im_end|>']]
-
-
-def test_split_answers_are_separate_sequences(tokenizer: Any) -> None:
-    changing = with_template(tokenizer, LAST_THINKS)
-    [encoded, [plain]] = encode(changing, [CONVERSATIONS["three"], CONVERSATIONS["one"]])
-    texts = [trained_text(changing, [each]) for each in encoded]
-    assert texts == [f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)]
-    assert encoded[0].tokens.tolist() == plain.tokens.tolist()

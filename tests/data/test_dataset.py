@@ -1,8 +1,6 @@
 import fcntl
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -15,11 +13,9 @@ from odc_mpi.data.dataset.reader import Dataset, find_counts, read_tokenizer_fil
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 
-Write = Callable[[Sequence[int]], Path]
-
 
 @pytest.mark.parametrize("buffered", [1, 50, 1 << 20])
-def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: int) -> None:
+def test_round_trip(tmp_path, monkeypatch, buffered):
     monkeypatch.setattr(module, "_BUFFERED_TOKENS", buffered)
     rng = np.random.default_rng(0)
     sequences = []
@@ -47,7 +43,7 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: i
 
 
 @pytest.mark.parametrize("names", [*([name] for name in PairCounts._fields), PairCounts._fields])
-def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path: Path, names: Sequence[str]) -> None:
+def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path, names):
     write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
     with Dataset(tmp_path / "pairs.h5") as dataset:
         assert dataset.lengths.tolist() == [10, 6]
@@ -62,7 +58,7 @@ def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path: Path,
     assert "pairs were changed" in refused(tmp_path / "pairs.h5")
 
 
-def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
+def test_layout_is_plain_hdf5(write_dataset):
     with h5py.File(write_dataset([4, 6])) as file:
         assert {name: (file[name].dtype, file[name].shape) for name in file} == {
             "tokens": (np.uint32, (10,)),
@@ -85,7 +81,7 @@ def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
         }
 
 
-def test_files_of_the_tokenizer(tmp_path: Path, write_dataset: Write) -> None:
+def test_files_of_the_tokenizer(tmp_path, write_dataset):
     files = {"tokenizer.json": b"{}", "merges.txt": bytes(range(256)) * 300, "vocab.json": b""}
     with DatasetWriter(tmp_path / "a.h5", vocab_size=9, tokenizer="t", source="s", tokenizer_files=files) as writer:
         writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
@@ -98,8 +94,8 @@ def test_files_of_the_tokenizer(tmp_path: Path, write_dataset: Write) -> None:
         assert read_tokenizer_files(path) == {}
 
 
-def test_the_digest_depends_on_tokens_and_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def digest(tokens: Sequence[int], mask: Sequence[int]) -> str:
+def test_the_digest_depends_on_tokens_and_masks(tmp_path, monkeypatch):
+    def digest(tokens, mask):
         path = tmp_path / "a.h5"
         path.unlink(missing_ok=True)
         with DatasetWriter(path, vocab_size=10, tokenizer="none", source="test") as writer:
@@ -116,7 +112,7 @@ def test_the_digest_depends_on_tokens_and_masks(tmp_path: Path, monkeypatch: pyt
     assert digest(tokens, mask) == known, "written in other pieces"
 
 
-def test_closes_twice_and_opens_many_times(write_dataset: Write) -> None:
+def test_closes_twice_and_opens_many_times(write_dataset):
     """Also beside HDF5's own lock, which another library may hold, and which some file systems do not have."""
     path = write_dataset([4, 6])
     path.chmod(0o444)
@@ -135,7 +131,7 @@ def test_closes_twice_and_opens_many_times(write_dataset: Write) -> None:
     second.close()
 
 
-def test_an_unfinished_file_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_file_is_refused(tmp_path):
     path = tmp_path / "a.h5"
     with pytest.raises(KeyError), DatasetWriter(path, vocab_size=9, tokenizer="t", source="s") as writer:
         writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
@@ -144,12 +140,12 @@ def test_an_unfinished_file_is_refused(tmp_path: Path) -> None:
         Dataset(path)
 
 
-def test_writer_never_overwrites(write_dataset: Write) -> None:
+def test_writer_never_overwrites(write_dataset):
     with pytest.raises(OSError, match="exist"):
         DatasetWriter(write_dataset([4]), vocab_size=9, tokenizer="t", source="s")
 
 
-def refused(path: Path, remedy: str = "") -> str:
+def refused(path, remedy=""):
     with pytest.raises(UserError) as caught:
         Dataset(path)
     message = str(caught.value)
@@ -159,7 +155,7 @@ def refused(path: Path, remedy: str = "") -> str:
     return message
 
 
-def test_missing_and_foreign_files(tmp_path: Path) -> None:
+def test_missing_and_foreign_files(tmp_path):
     assert "no file" in refused(tmp_path / "none.h5")
     assert "no file" in refused(tmp_path)
     for content in ("text", ""):
@@ -170,7 +166,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
     assert "expected a file of odc-mpi prepare" in refused(tmp_path / "b.h5")
 
 
-def test_another_version(write_dataset: Write) -> None:
+def test_another_version(write_dataset):
     path = write_dataset([4, 6])
     with h5py.File(path, "a") as file:
         file.attrs["version"] = 1
@@ -178,15 +174,15 @@ def test_another_version(write_dataset: Write) -> None:
     assert "expected version 2 of" in refused(path, "prepare it again")
 
 
-def test_truncated_file(write_dataset: Write) -> None:
+def test_truncated_file(write_dataset):
     path = write_dataset([400, 600])
     for size in (path.stat().st_size - 1, 3000, 100):
         path.write_bytes(path.read_bytes()[:size])
         refused(path)
 
 
-def replace(name: str, values: Any, **options: Any) -> Callable[[h5py.File], None]:
-    def damage(file: h5py.File) -> None:
+def replace(name, values, **options):
+    def damage(file):
         old = file[name]
         del file[name]
         if values is not None:
@@ -197,28 +193,28 @@ def replace(name: str, values: Any, **options: Any) -> Callable[[h5py.File], Non
     return damage
 
 
-def link(kind: Any) -> Callable[[h5py.File], None]:
-    def damage(file: h5py.File) -> None:
+def link(kind):
+    def damage(file):
         file.move("tokens", "others")
         file["tokens"] = kind
 
     return damage
 
 
-def virtual(file: h5py.File) -> None:
+def virtual(file):
     del file["loss_mask"]
     layout = h5py.VirtualLayout((10,), np.uint8)
     layout[:] = h5py.VirtualSource("missing.h5", "loss_mask", (10,))
     file.create_virtual_dataset("loss_mask", layout)
 
 
-def grow(file: h5py.File) -> None:
+def grow(file):
     """As many tokens as no disk has, none of them written."""
     for name in ("tokens", "loss_mask"):
         file[name].resize((2**42,))
 
 
-def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
+def set_attribute(name, value):
     return lambda file: file.attrs.__setitem__(name, value)
 
 
@@ -245,7 +241,7 @@ def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
         lambda file: file.attrs.__delitem__("vocab_size"),
     ],
 )
-def test_inconsistent_files(write_dataset: Write, damage: Callable[[h5py.File], None]) -> None:
+def test_inconsistent_files(write_dataset, damage):
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
         damage(file)
@@ -263,7 +259,7 @@ INDEX = ("offsets", "num_trained_tokens", "checksums")
         ("checksums", [1]),
     ],
 )
-def test_inconsistent_files_with_the_right_digest(write_dataset: Write, name: str, values: list[int]) -> None:
+def test_inconsistent_files_with_the_right_digest(write_dataset, name, values):
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
         replace(name, np.array(values, dtype=file[name].dtype))(file)
@@ -272,7 +268,7 @@ def test_inconsistent_files_with_the_right_digest(write_dataset: Write, name: st
 
 
 @pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("loss_mask", 0), ("loss_mask", 1), ("max_token_id", 5)])
-def test_sequences_that_are_not_those_that_were_written(write_dataset: Write, name: str, value: int) -> None:
+def test_sequences_that_are_not_those_that_were_written(write_dataset, name, value):
     """With correct checksums of HDF5, as a program would write them."""
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
@@ -289,7 +285,7 @@ def test_sequences_that_are_not_those_that_were_written(write_dataset: Write, na
         verify_dataset(path)
 
 
-def everything(path: Path) -> Any:
+def everything(path):
     with Dataset(path) as dataset, h5py.File(path, locking=False) as file:
         sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in dataset]
         attributes = {name: repr(value) for name, value in file.attrs.items()}
@@ -298,7 +294,7 @@ def everything(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(module, "CHUNK", 64)
     path, damaged, rng = tmp_path / "a.h5", tmp_path / "b.h5", np.random.default_rng(seed)
     files = {"tokenizer.json": b"{}" * 100, "merges.txt": b"a b"}
@@ -327,5 +323,5 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: 
     assert num_refused > 80
 
 
-def test_a_data_set_without_sequences(write_dataset: Write) -> None:
+def test_a_data_set_without_sequences(write_dataset):
     assert "is empty" in refused(write_dataset([]))

@@ -1,12 +1,10 @@
-from typing import Any
-
 import numpy as np
 import pytest
 from number_words import number_words
 from published_templates import with_template
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from odc_mpi.data.encode import Encoded, encode, encode_prompts
+from odc_mpi.data.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer
@@ -22,13 +20,13 @@ CHAT = [
 ]
 
 
-def trained_runs(tokenizer: Any, encoded: Encoded) -> list[str]:
+def trained_runs(tokenizer, encoded):
     """Decode each run of trained tokens, exactly."""
     runs = np.split(np.arange(len(encoded.tokens)), 1 + np.flatnonzero(np.diff(encoded.loss_mask)))
     return [tokenizer.decode(encoded.tokens[run]) for run in runs if encoded.loss_mask[run[0]]]
 
 
-def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
+def test_pairs_train_the_completion_and_the_end(tokenizer):
     texts = (("What is ä?\n", "A letter."), ("", "Only text"), ("p", " "))
     pairs = [PromptCompletion("", prompt, completion) for prompt, completion in texts]
     for pair, [encoded] in zip(pairs, encode(tokenizer, pairs), strict=True):
@@ -37,7 +35,7 @@ def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
         assert trained_runs(tokenizer, encoded) == [pair.completion + "<|endoftext|>"]
 
 
-def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
+def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer):
     [[encoded]] = encode(tokenizer, [Conversation("", CHAT)])
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     # One token has the newline at the end of the generation prompt and that of the answer, as with Qwen2's tokenizer.
@@ -49,18 +47,18 @@ def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
 
 
-def test_arguments_that_json_does_not_have(tokenizer: Any) -> None:
+def test_arguments_that_json_does_not_have(tokenizer):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": b""}}}]}
     with pytest.raises(InvalidRecordError, match=r"^here: expected arguments of tool calls in JSON, got .*bytes"):
         encode(tokenizer, [Conversation("here", [CHAT[1], call])])
 
 
-def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
+def test_a_prompt_without_a_message_is_refused(tokenizer):
     with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages \(expected a message, got none\)"):
         ChatRenderer(tokenizer).render_prompt(Conversation("here", []))
 
 
-def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> None:
+def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer):
     plain = with_template(
         tokenizer,
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
@@ -84,14 +82,14 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
         ("{% for m in messages %}{{ m.content.split('Well')[-1] }}{% endfor %}", "drops a part of message 3"),
     ],
 )
-def test_templates_that_do_not_serve(tokenizer: Any, template: Any, expected: str) -> None:
+def test_templates_that_do_not_serve(tokenizer, template, expected):
     with pytest.raises(UserError) as caught:
         encode(with_template(tokenizer, template), [Conversation("x.jsonl, line 7", CHAT)])
     message = str(caught.value)
     assert message.startswith("x.jsonl, line 7: ") and expected in message and "\n" not in message
 
 
-def llama_like() -> Any:
+def llama_like():
     """A tokenizer that glues blanks to words, begins each sequence with <s>, and has no end token yet."""
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +101,7 @@ def llama_like() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", clean_up_tokenization_spaces=False)
 
 
-def test_sequences_begin_as_the_tokenizer_says_and_need_an_end_token() -> None:
+def test_sequences_begin_as_the_tokenizer_says_and_need_an_end_token():
     tokenizer, pair = llama_like(), PromptCompletion("", "who is", "me")
     with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
         encode(tokenizer, [pair])
@@ -113,7 +111,7 @@ def test_sequences_begin_as_the_tokenizer_says_and_need_an_end_token() -> None:
     assert encoded.loss_mask.tolist() == [False, False, False, True, True]
 
 
-def test_masks_with_glued_blanks() -> None:
+def test_masks_with_glued_blanks():
     tokenizer = llama_like()
     tokenizer.eos_token = "</s>"
     tokenizer.chat_template = (
@@ -128,7 +126,7 @@ def test_masks_with_glued_blanks() -> None:
     assert "".join(trained).replace("▁", " ") == " It is me</s> It is me</s>"
 
 
-def test_bos_and_eos_are_not_added_to_texts_that_have_them() -> None:
+def test_bos_and_eos_are_not_added_to_texts_that_have_them():
     found = number_words(end=60)
     found.add_special_tokens({"bos_token": "59"})
     found.backend_tokenizer.post_processor = processors.TemplateProcessing(single="59 $A", special_tokens=[("59", 59)])

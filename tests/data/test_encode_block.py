@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from processes import descendants, is_running
@@ -21,7 +20,7 @@ from odc_mpi.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chats(tmp_path_factory):
     """Some MB of chats, in many blocks, of which a few lines cannot be used."""
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     with path.open("w") as file:
@@ -34,7 +33,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer_path(chats: Path) -> Path:
+def tokenizer_path(chats):
     """A data set with a small tokenizer."""
     few = chats.with_name("few.jsonl")
     few.write_text('{"text": "What is it? It is 1234567890."}\n')
@@ -42,7 +41,7 @@ def tokenizer_path(chats: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_from_any_number_of_processes(chats, tokenizer_path, tmp_path):
     """Also of a JSON array, whose texts are split."""
     more = tmp_path / "more.json.gz"
     texts = [{"text": f"It is {i}." * (1 + i % 50)} for i in range(5000)]
@@ -62,9 +61,7 @@ def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_path
     assert "loss tokens (" in report.describe() and f"{chats}: {chat[1]:,} sequences (" in report.describe()
 
 
-def test_a_second_call_finds_the_result(
-    chats: Path, tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_finds_the_result(chats, tokenizer_path, tmp_path, monkeypatch):
     source, out = tmp_path / "a.jsonl", tmp_path / "a.h5"
     source.write_text("".join(json.dumps({"text": f"{i} some words"}) + "\n" for i in range(90)))
     options = PrepareOptions(tokenizer=tokenizer_path, eval_fraction=0.2)
@@ -91,19 +88,17 @@ def test_a_second_call_finds_the_result(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_path: Path, tmp_path: Path) -> None:
-    def kill_one() -> None:
+def test_a_killed_worker_ends_the_call(chats, tokenizer_path, tmp_path):
+    def kill_one():
         workers.extend(_children(os.getpid(), 2))
         os.kill(workers[1], signal.SIGKILL)
 
-    workers: list[int] = []
+    workers = []
     killer = threading.Thread(target=kill_one)
     killer.start()
     with pytest.raises(UserError, match=r"has ended early: is there enough memory for --num-proc 2\?"):
         prepare(
-            [str(chats)] * 50,
-            tmp_path / "a.h5",
-            PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2),
+            [str(chats)] * 50, tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2)
         )
     killer.join()
     assert list(tmp_path.iterdir()) == []
@@ -112,9 +107,7 @@ def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_path: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupt_or_kill_ends_all_processes(
-    chats: Path, tokenizer_path: Path, tmp_path: Path, kill: signal.Signals
-) -> None:
+def test_an_interrupt_or_kill_ends_all_processes(chats, tokenizer_path, tmp_path, kill):
     many = [str(chats)] * 200
     command = [sys.executable, "-m", "odc_mpi", "prepare", *many, "--out", str(tmp_path / "a.h5")]
     command += ["--tokenizer", str(tokenizer_path), "--num-proc", "2", "--bad-lines", "skip"]
@@ -135,7 +128,7 @@ def test_an_interrupt_or_kill_ends_all_processes(
     assert not any(is_running(worker) for worker in workers)
 
 
-def _children(pid: int, count: int) -> list[int]:
+def _children(pid, count):
     """Wait for `count` workers of a process; another child of it tracks shared resources."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

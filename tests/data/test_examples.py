@@ -1,7 +1,6 @@
 """The forms of published data sets; those of JSON lines are in test_jsonl."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def parse_chat(record: dict[str, Any]) -> Conversation:
+def parse_chat(record):
     example = parse_example(record, "here")
     assert isinstance(example, Conversation)
     return example
@@ -37,12 +36,12 @@ def parse_chat(record: dict[str, Any]) -> Conversation:
         ({"instruction": "Hi", "output": "Hello", "system": "Be brief."}, [SYSTEM, *CHAT]),
     ],
 )  # fmt: skip
-def test_forms(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+def test_forms(record, messages):
     chat = parse_chat(record)
     assert chat.messages == messages and chat.has_loss and chat.tools is None
 
 
-def test_tools() -> None:
+def test_tools():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     for given, expected in ((tools, tools), (json.dumps(tools), tools), ([], None), ("", None), ("[]", None)):
         assert parse_chat({"messages": CHAT, "tools": given}).tools == expected
@@ -51,14 +50,14 @@ def test_tools() -> None:
             parse_chat({"messages": CHAT, "tools": bad})
 
 
-def test_only_the_completion_of_two_lists_of_messages_is_trained() -> None:
+def test_only_the_completion_of_two_lists_of_messages_is_trained():
     chat = parse_chat({"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:], "system": "Be brief."})
     assert chat.messages == [SYSTEM, *CHAT, *CHAT]
     assert [chat.message_has_loss(i) for i in range(5)] == [False, False, False, False, True]
     assert not parse_chat({"prompt": CHAT, "completion": []}).has_loss
 
 
-def test_flags_keep_answers_out_of_the_loss_and_from_the_template() -> None:
+def test_flags_keep_answers_out_of_the_loss_and_from_the_template():
     user, answer = CHAT
     flags = ({"weight": 0}, {"weight": 1, "train": True}, {"train": False})
     messages = [message for each in flags for message in (user, answer | each)]
@@ -69,7 +68,7 @@ def test_flags_keep_answers_out_of_the_loss_and_from_the_template() -> None:
     assert not parse_chat({"conversations": turns}).has_loss
 
 
-def test_roles() -> None:
+def test_roles():
     """Those of other data sets are translated, unknown ones are not; an answer to nothing is context."""
     call = {"name": "f", "arguments": {"a": 1}}
     turns = [("gpt", "Hi"), ("human", "x"), ("function_call", json.dumps(call)), ("observation", "1"), ("gpt", "y")]
@@ -97,7 +96,7 @@ def test_roles() -> None:
         ({"prompt": "x", "completion": "y", "label": False}, "got one with 'label' false: remove the record"),
     ],
 )
-def test_bad_records(record: dict[str, Any], words: str) -> None:
+def test_bad_records(record, words):
     with pytest.raises(InvalidRecordError, match=words) as caught:
         parse_example(record, "here")
     assert str(caught.value).startswith("here: ")

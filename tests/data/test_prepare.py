@@ -2,7 +2,6 @@ import io
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -16,7 +15,6 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.encode_block import FilterCounts, SequenceFilter, _fit
 from odc_mpi.data.prepare import PrepareOptions
-from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers import stdlib
 from odc_mpi.data.readers.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files, train_tokenizer
@@ -26,21 +24,21 @@ FEW = [StdlibFunction(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") 
 
 
 @pytest.fixture
-def few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_functions(monkeypatch):
     """A small standard library, where the real one adds nothing but time."""
     monkeypatch.setattr(stdlib, "functions", lambda: iter(FEW))
 
 
-def prepare(source: str, out: Path, console: Console | None = None, **options: Any) -> PrepareReport:
+def prepare(source, out, console=None, **options):
     return module.prepare([source], out, PrepareOptions(**options), console)
 
 
-def pairs(*lengths: int) -> list[dict[str, str]]:
+def pairs(*lengths):
     """Lines that become sequences of that many tokens: a prompt of 2, a completion, an end."""
     return [{"prompt": "\x01\x02", "completion": "".join(map(chr, range(3, length)))} for length in lengths]
 
 
-def refused(source: str, out: Path, **arguments: Any) -> str:
+def refused(source, out, **arguments):
     with pytest.raises(UserError) as caught:
         prepare(source, out, **arguments)
     message = str(caught.value)
@@ -48,9 +46,7 @@ def refused(source: str, out: Path, **arguments: Any) -> str:
     return message
 
 
-def test_the_standard_library(
-    stdlib_report: PrepareReport, tokenizer: Any, stdlib_samples: list[StdlibFunction]
-) -> None:
+def test_the_standard_library(stdlib_report, tokenizer, stdlib_samples):
     report = stdlib_report
     assert (report.num_truncated, report.num_dropped, report.num_untrained_dropped) == (0, 0, 0)
     trained = "trained on stdlib, with a plain chat template (ChatML)"
@@ -68,13 +64,13 @@ def test_the_standard_library(
             assert tokenizer.decode(tokens[mask]) == f"{completion}<|endoftext|>"
 
 
-def test_the_trained_tokenizer_loses_nothing(tokenizer: Any) -> None:
+def test_the_trained_tokenizer_loses_nothing(tokenizer):
     assert tokenizer.pad_token == "<|pad|>"
     for text in ("naïve 🙂\t\r\n\0  x", " leading", "<|im_start|>"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None:
+def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path):
     chat = [{"role": "user", "content": "gugugu gugu?"}, {"role": "assistant", "content": "lalala lala"}]
     records = [{"messages": chat}, {"prompt": "mimimi", "completion": "dododo"}, 3, {"messages": []}] * 5
     source = write_lines(tmp_path / "a.jsonl", *records)
@@ -83,14 +79,14 @@ def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None
     assert f"tokens, trained on {source}, with a plain chat template (ChatML), stored in" in report.describe()
     tokenizer = load_tokenizer(report.path)
     for word in ("gugu", "lala", "mimi", "dodo"):
-        assert len(tokenizer(word)["input_ids"]) == 1, "learnt from every text"
+        assert len(tokenizer(word)["input_ids"]) == 1, "trained on every text"
     with Dataset(report.path) as dataset:
         tokens, mask = dataset[0]
         assert tokenizer.decode(tokens[mask]) == "lalala lala<|im_end|>"
     assert "a.jsonl, line 3: " in refused(source, tmp_path / "b.h5", vocab_size=300)
 
 
-def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_truncation_is_counted(stdlib_report, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", *pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"})
     options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10}
     dropped = prepare(source, tmp_path / "b.h5", **options, overlong="drop")
@@ -102,13 +98,13 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
     assert (report.longest, report.num_tokens) == (10, 36)
     with Dataset(report.path) as dataset:
         assert dataset.lengths.tolist() == [6, 10, 10, 10]
-        whole, cut = dataset[1], dataset[3]
-        assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
-        assert cut[1].tolist() == [False] * 2 + [True] * 8
+        complete, truncated = dataset[1], dataset[3]
+        assert (complete[0][:9] == truncated[0][:9]).all() and complete[0][9] != truncated[0][9]
+        assert truncated[1].tolist() == [False] * 2 + [True] * 8
     assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: no loss" in report.describe()
 
 
-def test_plain_texts_can_be_split(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_plain_texts_can_be_split(stdlib_report, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", {"text": "\x01\x02\x03" * 9}, *pairs(20))
     options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10, "overlong": "split"}
     report = prepare(source, tmp_path / "a.h5", **options)
@@ -117,7 +113,7 @@ def test_plain_texts_can_be_split(stdlib_report: PrepareReport, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_each_part_of_a_split_text_begins_with_bos(adds_bos: bool) -> None:
+def test_each_part_of_a_split_text_begins_with_bos(adds_bos):
     """Or else with the last token of the previous part, which has no loss there."""
     counts, tokens = FilterCounts(), np.arange(8, dtype=np.uint32)
     text = Encoded(tokens, tokens >= adds_bos, is_plain_text=True, starts_with_bos=adds_bos)
@@ -127,14 +123,14 @@ def test_each_part_of_a_split_text_begins_with_bos(adds_bos: bool) -> None:
     assert all(part.loss_mask.tolist() == [False, *[True] * (part.length - 1)] for part in parts)
 
 
-def test_what_only_the_first_token_would_teach_is_dropped() -> None:
+def test_what_only_the_first_token_would_teach_is_dropped():
     counts, tokens = FilterCounts(), np.arange(3, dtype=np.uint32)
     for last in (False, True):
         assert len(list(_fit(Encoded(tokens, np.array([True, False, last])), SequenceFilter(), counts))) == last
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 
-def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_bad_lines_are_skipped_on_request(stdlib_report, tmp_path):
     # The template shows the name, which cannot be tokenized: that is found long after the line was read.
     tokenizer = load_tokenizer(stdlib_report.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
@@ -159,7 +155,7 @@ def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path
     assert message.endswith(": change SOURCE")
 
 
-def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_nothing_left(stdlib_report, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", *pairs(10, 11))
     message = refused(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=9, overlong="drop")
     assert "2 longer" in message and "--max-length (now 9)" in message
@@ -170,7 +166,7 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_functions")
-def test_the_tokenizer_is_in_the_data_set(tmp_path: Path) -> None:
+def test_the_tokenizer_is_in_the_data_set(tmp_path):
     first, second = tmp_path / "data.v1", tmp_path / "other.h5"
     report = prepare("stdlib", first, vocab_size=260)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
@@ -181,7 +177,7 @@ def test_the_tokenizer_is_in_the_data_set(tmp_path: Path) -> None:
     assert tokenizer_files(second) == tokenizer_files(first)
 
 
-def test_tokens_do_not_depend_on_whether_the_tokenizer_is_loaded_beside_its_model(tmp_path: Path) -> None:
+def test_tokens_do_not_depend_on_whether_the_tokenizer_is_loaded_beside_its_model(tmp_path):
     """transformers loads any fast tokenizer beside a model of the type qwen2 as Qwen2's, which splits numbers."""
     text = "12345 words"
     trained = train_tokenizer([text] * 9, 300)
@@ -207,14 +203,14 @@ def test_tokens_do_not_depend_on_whether_the_tokenizer_is_loaded_beside_its_mode
     assert "got no vocabulary" in refused(lines, tmp_path / "b.h5", tokenizer=tmp_path)
 
 
-def test_slow_libraries_are_loaded_when_they_are_used() -> None:
+def test_slow_libraries_are_loaded_when_they_are_used():
     slow = {"transformers", "tokenizers", "torch", "mpi4py"}
     code = f"import sys, odc_mpi.data.prepare; sys.exit(len({slow} & {{*sys.modules}}))"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=60)
 
 
-def test_tokenizers_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(*_: Any, **__: Any) -> None:
+def test_tokenizers_that_do_not_load(tmp_path, monkeypatch):
+    def no_network(*_, **__):
         raise AssertionError("asked the network")
 
     monkeypatch.setattr("socket.getaddrinfo", no_network)
@@ -228,7 +224,7 @@ def test_tokenizers_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "do not load" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
 
 
-def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report, tmp_path):
     out = tmp_path / "a.h5"
     good = write_lines(tmp_path / "good.jsonl", *pairs(10))
     prepare(good, out, tokenizer=stdlib_report.tokenizer)
@@ -239,9 +235,7 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report: Prep
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "bad.jsonl", "good.jsonl"]
 
 
-def test_shows_progress_only_on_a_console(
-    stdlib_report: PrepareReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shows_progress_only_on_a_console(stdlib_report, tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     written = io.StringIO()
     prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, console=Console(file=written))
@@ -250,14 +244,14 @@ def test_shows_progress_only_on_a_console(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, stdlib_report: PrepareReport) -> None:
+def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path, stdlib_report):
     records = [{"prompt": f"How much is {i} and {i}?", "completion": f"It is {2 * i}."} for i in range(300)]
 
-    def texts(path: Path) -> list[tuple[int, ...]]:
+    def texts(path):
         with Dataset(path) as dataset:
             return [tuple(dataset[i][0].tolist()) for i in range(len(dataset))]
 
-    few: set[tuple[int, ...]] = set()
+    few = set()
     for name, lines in (("few", records[:150]), ("all", records + records[:20])):
         source = write_lines(tmp_path / f"{name}.jsonl", *lines)
         report = prepare(source, tmp_path / f"{name}.h5", tokenizer=stdlib_report.path, eval_fraction=0.2)
@@ -269,7 +263,7 @@ def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, st
         few = set(held_out)
 
 
-def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path: Path, few_functions: None) -> None:
+def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path, few_functions):
     message = refused("stdlib", tmp_path / "out.h5", eval_fraction=1e-9)
     assert "50 and 0" in message and "--eval-fraction" in message
     assert list(tmp_path.iterdir()) == []

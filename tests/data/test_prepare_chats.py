@@ -1,8 +1,6 @@
 """`prepare` with chat templates: another template, one sequence per answer, bad lines, and the display of sequences."""
 
 import io
-from pathlib import Path
-from typing import Any
 
 import pytest
 from record_files import write_lines
@@ -25,35 +23,35 @@ THINKING = (
 )
 
 
-def say(*contents: str) -> dict[str, Any]:
+def make_chat(*contents):
     roles = ("user", "assistant") * len(contents)
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
 
 
-def conversation(i: int) -> dict[str, Any]:
-    return say(f"Is {i} 0?", f"No, {i}.", f"Is {i} 1?", f"No, {i}.")
+def conversation(i):
+    return make_chat(f"Is {i} 0?", f"No, {i}.", f"Is {i} 1?", f"No, {i}.")
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> str:
-    chats = [*(conversation(i) for i in range(40)), say("?", "Hm.</think>No."), say("Is 40 0?", "No, 40.")]
+def source(tmp_path):
+    chats = [*(conversation(i) for i in range(40)), make_chat("?", "Hm.</think>No."), make_chat("Is 40 0?", "No, 40.")]
     return write_lines(tmp_path / "a.jsonl", *chats)
 
 
 @pytest.fixture
-def template(tmp_path: Path) -> Path:
+def template(tmp_path):
     path = tmp_path / "thinking.jinja"
     path.write_text(THINKING)
     return path
 
 
-def texts(path: Path) -> list[str]:
+def texts(path):
     tokenizer = load_tokenizer(path)
     with Dataset(path) as dataset:
         return [tokenizer.decode(dataset[i][0]) for i in range(len(dataset))]
 
 
-def test_another_template_is_stored_and_splits_conversations(source: str, template: Path, tmp_path: Path) -> None:
+def test_another_template_is_stored_and_splits_conversations(source, template, tmp_path):
     out = tmp_path / "a.h5"
     options = PrepareOptions(vocab_size=300, chat_template=template, bad_lines="skip", eval_fraction=0.3)
     report = prepare([source], out, options)
@@ -68,22 +66,14 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     assert sides[0].isdisjoint(sides[1]) and len(sides[0]) + len(sides[1]) == 41
     tokenizer = load_tokenizer(out)
     assert tokenizer.chat_template == THINKING
-    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", say("Is 1 0?")["messages"])])[0])
+    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", make_chat("Is 1 0?")["messages"])])[0])
     assert prompt == "<|im_start|>user\nIs 1 0?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     template.write_text(THINKING + " ")
     assert prepare([source], out, options).elapsed_s is not None, "another template"
 
 
-@pytest.mark.slow
-def test_worker_processes_use_the_other_template(source: str, template: Path, tmp_path: Path) -> None:
-    plain = prepare([source], tmp_path / "plain.h5", PrepareOptions(vocab_size=300)).path
-    options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=2)
-    report = prepare([source], tmp_path / "a.h5", options)
-    assert report.num_split_turns == 40 and load_tokenizer(report.path).chat_template == THINKING
-
-
 @pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_additional_templates_are_used_and_stored(tmp_path: Path, num_proc: int) -> None:
+def test_additional_templates_are_used_and_stored(tmp_path, num_proc):
     """Hugging Face tokenizers use the template `tool_use` if there are tools."""
     tokenizer = train_tokenizer(["Is 1 0? No, 1."], 300)
     plain = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
@@ -91,19 +81,20 @@ def test_additional_templates_are_used_and_stored(tmp_path: Path, num_proc: int)
     tokenizer.save_pretrained(tmp_path / "model")
     assert [path.name for path in (tmp_path / "model" / ADDITIONAL_TEMPLATES).iterdir()] == ["tool_use.jinja"]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    lines = write_lines(tmp_path / "a.jsonl", say("1", "2") | {"tools": tools}, say("1", "2"))
+    lines = write_lines(tmp_path / "a.jsonl", make_chat("1", "2") | {"tools": tools}, make_chat("1", "2"))
     prepare([lines], tmp_path / "a.h5", PrepareOptions(tokenizer=tmp_path / "model", num_proc=num_proc))
     prepare([lines], tmp_path / "b.h5", PrepareOptions(tokenizer=tmp_path / "a.h5"))
     for path in (tmp_path / "a.h5", tmp_path / "b.h5"):
         assert texts(path) == ["adduser1assistant2", "user1assistant2"]
         assert load_tokenizer(path).chat_template == tokenizer.chat_template
-    other = PrepareOptions(tokenizer=tmp_path / "a.h5", chat_template=tmp_path / "plain.jinja")
+    other = PrepareOptions(tokenizer=tmp_path / "a.h5", chat_template=tmp_path / "plain.jinja", num_proc=num_proc)
     (tmp_path / "plain.jinja").write_text(plain)
     prepare([lines], tmp_path / "c.h5", other)
     assert load_tokenizer(tmp_path / "c.h5").chat_template == plain
+    assert texts(tmp_path / "c.h5") == ["user1assistant2"] * 2
 
 
-def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, template: Path, tmp_path: Path) -> None:
+def test_the_report_names_a_generation_prompt_that_answers_lack(source, template, tmp_path):
     template.write_text(THINKING.replace("'<think>\n\n'", "''").replace(".split('</think>')[-1]", ""))
     for split_turns, number in (("auto", 42), ("always", 82), ("never", 42)):
         options = PrepareOptions(vocab_size=300, chat_template=template, split_turns=split_turns)
@@ -113,7 +104,7 @@ def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, tem
         assert r"leaves '<think>\n' out of answers" in report.describe()
 
 
-def test_a_template_that_cannot_be_read(source: str, tmp_path: Path) -> None:
+def test_a_template_that_cannot_be_read(source, tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff")
     for path in (tmp_path / "none.jinja", tmp_path, binary):
@@ -125,7 +116,7 @@ def test_a_template_that_cannot_be_read(source: str, tmp_path: Path) -> None:
         prepare([source], tmp_path / "a.h5", PrepareOptions(vocab_size=300, chat_template=broken))
 
 
-def test_show_marks_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_marks_the_loss(tmp_path, capsys):
     pair = {"prompt": "Say ä\x1b", "completion": " [b]ä[/b]"}
     source = write_lines(tmp_path / "a.jsonl", conversation(1), pair, {"text": "Only 🙂"}, conversation(2))
     command = ["prepare", source, "--out", str(tmp_path / "a.h5"), "--vocab-size", "280", "--show", "3"]

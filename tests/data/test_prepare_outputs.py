@@ -4,9 +4,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import pytest
@@ -20,7 +18,7 @@ LINE = '{"text": "abc abc"}\n'
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The current directory, with two sources, a folder of sources and a data set of a.jsonl."""
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl", "shards/c.jsonl"):
@@ -30,16 +28,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make(sources: list[str], out: str, **options: Any) -> str:
+def make(sources, out, **options):
     return prepare(sources, Path(out), PrepareOptions(**{"vocab_size": 260, **options})).describe()
 
 
-def content(folder: Path) -> dict[str, bytes | None]:
+def content(folder):
     paths = {str(path): path for path in folder.rglob("*")}
     return {name: path.read_bytes() if path.is_file() else None for name, path in paths.items()}
 
 
-def refused(sources: list[str], out: str, **options: Any) -> str:
+def refused(sources, out, **options):
     """The error of a call that changes nothing."""
     before = content(Path.cwd())
     with pytest.raises(UserError) as caught:
@@ -69,14 +67,14 @@ def refused(sources: list[str], out: str, **options: Any) -> str:
         ("notes.h5", lambda: Path("notes.eval.h5").write_text("notes"), "notes.eval.h5"),
     ],
 )
-def test_only_data_sets_are_replaced(folder: Path, out: str, create: Callable[[], None] | None, words: str) -> None:
+def test_only_data_sets_are_replaced(folder, out, create, words):
     if create is not None:
         create()
     message = refused(["a.jsonl", "shards"], out, tokenizer=Path("a.h5"), eval_fraction=0.5, force=True)
     assert words in message and ": change --out" in message
 
 
-def test_data_of_other_sources_are_replaced_on_request(folder: Path) -> None:
+def test_data_of_other_sources_are_replaced_on_request(folder):
     """A link to a data set remains a link."""
     (folder / "link.h5").symlink_to("a.h5")
     for out in ("a.h5", "link.h5"):
@@ -87,7 +85,7 @@ def test_data_of_other_sources_are_replaced_on_request(folder: Path) -> None:
     assert "made from other sources" in refused(["a.jsonl"], "a.h5")
 
 
-def test_the_same_sources_with_other_options_are_prepared_again(folder: Path, capsys: Any) -> None:
+def test_the_same_sources_with_other_options_are_prepared_again(folder, capsys):
     call = ["prepare", str(folder / "a.jsonl"), "--out", "a.h5", "--vocab-size"]
     line = "a.h5: preparing it again (it has other options, versions or contents, or is damaged)"
     for size, count in (("260", 0), ("261", 1), ("261", 0)):
@@ -106,7 +104,7 @@ def test_the_same_sources_with_other_options_are_prepared_again(folder: Path, ca
     Dataset("a.h5").close()
 
 
-def test_held_out_sequences_of_an_earlier_call_are_named_once_they_are_trained(folder: Path, capsys: Any) -> None:
+def test_held_out_sequences_of_an_earlier_call_are_named_once_they_are_trained(folder, capsys):
     (folder / "a.jsonl").write_text("".join(f'{{"text": "abc {i}"}}\n' for i in range(40)))
     call = ["prepare", str(folder / "a.jsonl"), "--out", "a.h5", "--vocab-size", "260"]
     line = "a.eval.h5 was held out by an earlier call, but a.h5 now contains its sequences: remove it"
@@ -125,12 +123,12 @@ def test_held_out_sequences_of_an_earlier_call_are_named_once_they_are_trained(f
     ],
     ids=str,
 )
-def test_numbers_that_are_out_of_range(folder: Path, options: dict[str, Any]) -> None:
+def test_numbers_that_are_out_of_range(folder, options):
     (name,) = options
     assert f"expected --{name.replace('_', '-')} " in refused(["a.jsonl"], "new.h5", **options)
 
 
-def test_names_that_are_not_utf8(folder: Path, capfdbinary: Any) -> None:
+def test_names_that_are_not_utf8(folder, capfdbinary):
     pytest.importorskip("pyarrow.parquet").write_table(
         sys.modules["pyarrow"].table({"text": ["abc abc"]}), folder / "t.parquet"
     )
@@ -144,7 +142,7 @@ def test_names_that_are_not_utf8(folder: Path, capfdbinary: Any) -> None:
     assert main(["prepare", os.fsdecode(b"\xff"), "--out", "x.h5"]) == 2
 
 
-def test_a_source_that_vanishes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_vanishes(folder, monkeypatch):
     monkeypatch.setattr("odc_mpi.data.prepare.check_outputs", lambda *_: (folder / "b.jsonl").unlink() or [])
     with pytest.raises(UserError, match=r"b\.jsonl"):
         make(["b.jsonl"], "b.h5")
@@ -152,7 +150,7 @@ def test_a_source_that_vanishes(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("limit", [100, 200_000])
-def test_a_limit_of_the_file_size(folder: Path, limit: int) -> None:
+def test_a_limit_of_the_file_size(folder, limit):
     """The call ends with one line, and leaves the earlier file and nothing else."""
     before = content(folder)
     call = [sys.executable, "-m", "odc_mpi", "prepare", "a.jsonl", "--vocab-size", "261", "--out", "a.h5"]

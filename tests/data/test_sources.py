@@ -3,20 +3,19 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from record_files import parse_blocks
 
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.readers import arrow
-from odc_mpi.data.sources import Mixture, find_sources, mix
+from odc_mpi.data.sources import find_sources, mix
 from odc_mpi.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 
-def write(name: str, texts: list[str]) -> str:
+def write(name, texts):
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if name.endswith(".gz"):
         content = gzip.compress(content)
@@ -29,28 +28,28 @@ def write(name: str, texts: list[str]) -> str:
     return name
 
 
-def table(name: str, rows: list[dict[str, Any]], **options: Any) -> str:
+def table(name, rows, **options):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), name, **options)
     return name
 
 
-def taken(mixture: Mixture) -> list[str]:
+def take_all(mixture):
     return [example.completion for example in parse_blocks(block for _, block in mixture.read(lambda _: None))]
 
 
-def read_all(*words: str) -> list[str]:
-    return taken(mix(find_sources(words), 0, "first_exhausted"))
+def read_all(*words):
+    return take_all(mix(find_sources(words), 0, "first_exhausted"))
 
 
-def refused(*words: str) -> str:
+def refused(*words):
     with pytest.raises(UserError) as caught:
         read_all(*words)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_files_and_folders_in_order() -> None:
+def test_files_and_folders_in_order():
     write("d/2.jsonl.gz", ["c", "d"])
     write("d/10.jsonl", ["a"])
     write("d/30.ndjson.zst", ["e", "f"])
@@ -67,7 +66,7 @@ def test_files_and_folders_in_order() -> None:
     assert "no file in the folder 'empty'" in refused("empty")
 
 
-def test_a_colon_in_a_name_is_no_weight() -> None:
+def test_a_colon_in_a_name_is_no_weight():
     write("a:0.5", ["colon"])
     write("b", ["b"])
     assert [(source.name, source.weight) for source in find_sources(["a:0.5:2", "b:1"])] == [("a:0.5", 2), ("b", 1)]
@@ -77,19 +76,19 @@ def test_a_colon_in_a_name_is_no_weight() -> None:
     assert "'b:x': no such file or folder" in refused("b:x")
 
 
-def test_weights_are_shares_drawn_by_the_seed() -> None:
+def test_weights_are_shares_drawn_by_the_seed():
     write("a.jsonl", [f"a{i}" for i in range(100)])
     write("b.jsonl.gz", [f"b{i}" for i in range(1000)])
     table("c.parquet", [{"text": f"c{i}"} for i in range(1000)], row_group_size=300)
     sources = find_sources(["a.jsonl:0.2", "b.jsonl.gz:0.5", "c.parquet:0.3"])
-    first = taken(mix(sources, 0, "first_exhausted"))
+    first = take_all(mix(sources, 0, "first_exhausted"))
     assert [sum(text[0] == name for text in first) for name in "abc"] == [100, 250, 150]
     assert len(set(first)) == 500, "nothing twice"
     assert first == sorted(first, key=lambda text: (text[0], int(text[1:])))
     assert 300 < sum(int(text[1:]) for text in first if text[0] == "b") / 250 < 700, "from all of the file"
-    assert taken(mix(sources, 0, "first_exhausted")) == first
-    assert taken(mix(sources, 1, "first_exhausted")) != first
-    every = taken(mix(sources, 0, "all_exhausted"))
+    assert take_all(mix(sources, 0, "first_exhausted")) == first
+    assert take_all(mix(sources, 1, "first_exhausted")) != first
+    every = take_all(mix(sources, 0, "all_exhausted"))
     assert [sum(text[0] == name for text in every) for name in "abc"] == [667, 1667, 1000]
     assert {f"{n}{i}" for n, count in (("a", 100), ("b", 1000), ("c", 1000)) for i in range(count)} == set(every)
     assert {every.count(f"a{i}") for i in range(100)} == {6, 7}
@@ -100,7 +99,7 @@ def test_weights_are_shares_drawn_by_the_seed() -> None:
             mix(find_sources([f"a.jsonl:{little}", "b.jsonl.gz:1"]), 0, "all_exhausted")
 
 
-def test_rows_are_as_lines() -> None:
+def test_rows_are_as_lines():
     tools = [{"type": "function", "function": {"name": "f"}}]
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "name": "Bot"}]
     rows = [
@@ -114,7 +113,7 @@ def test_rows_are_as_lines() -> None:
     assert "bad.parquet: cannot be read" in refused("bad.parquet")
 
 
-def test_times_in_rows_are_left_out() -> None:
+def test_times_in_rows_are_left_out():
     """Python has no type for nanoseconds, which pandas writes by default: a structure with them needs pandas."""
     pyarrow = pytest.importorskip("pyarrow")
     times = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
@@ -130,7 +129,7 @@ def test_times_in_rows_are_left_out() -> None:
         assert "b.parquet, rows 1 to 2: cannot be read" in refused("b.parquet")
 
 
-def test_damaged_zstandard() -> None:
+def test_damaged_zstandard():
     """Also truncated in the second of two frames, or after a full line, where no line is incomplete."""
     texts = [f"{i} {i * i}" for i in range(50_000)]
     whole = Path(write("c.jsonl.zst", texts)).read_bytes()
@@ -145,7 +144,7 @@ def test_damaged_zstandard() -> None:
         assert words in refused("c.jsonl.zst")
 
 
-def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_named(monkeypatch):
     write("b.jsonl.zst", ["x"])
     table("a.parquet", [{"text": "x"}])
     for name in ("pyarrow", "backports.zstd", "compression.zstd", "datasets"):
@@ -159,11 +158,11 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'odc_mpi[zstd]'" in refused("b.jsonl.zst")
 
 
-def test_a_file_is_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_in_batches(monkeypatch):
     monkeypatch.setattr(arrow, "_BATCH_ROWS", 7)
     table("a.parquet", [{"text": str(i)} for i in range(50)])
     [source] = find_sources(["a.parquet"])
-    advanced: list[int] = []
+    advanced = []
     blocks = list(source.read(advanced.append))
     assert len(blocks) == 8 and sum(advanced) <= source.num_bytes
     places = [where for block in blocks for where, _ in block.records()]

@@ -1,6 +1,5 @@
 import ast
 import json
-from pathlib import Path
 
 import docstrings
 import pytest
@@ -29,7 +28,7 @@ flush left"
 '''
 
 
-def test_cuts_behind_the_docstring_and_dedents(tmp_path: Path) -> None:
+def test_cuts_behind_the_docstring_and_dedents(tmp_path):
     (tmp_path / "a.py").write_text(METHOD)
     # A form feed does not end a line.
     (tmp_path / "b.py").write_text(f'x = 1\n\f\ndef f():\n    "Doc."\n    {BODY}\n')
@@ -55,13 +54,13 @@ def test_cuts_behind_the_docstring_and_dedents(tmp_path: Path) -> None:
         "\0",
     ],
 )
-def test_leaves_out(tmp_path: Path, text: str) -> None:
+def test_leaves_out(tmp_path, text):
     (tmp_path / "a.py").write_text(text)
     (tmp_path / "b.py").write_text(f'def good():\n    "Doc."\n    {BODY}\n')
     assert [sample.prompt for sample in functions(tmp_path)] == ['def good():\n    "Doc."\n']
 
 
-def test_skips_folders_and_repetitions(tmp_path: Path) -> None:
+def test_skips_folders_and_repetitions(tmp_path):
     root = tmp_path / "test"  # a name above the root does not count
     excluded = ("site-packages/x", "dist-packages", "p/test", "p/tests", "idlelib/idle_test", "__pycache__")
     for folder in (*excluded, "p", "q"):
@@ -70,7 +69,7 @@ def test_skips_folders_and_repetitions(tmp_path: Path) -> None:
     assert [sample.prompt for sample in functions(root)] == ['def f1():\n    "Doc."\n']
 
 
-def test_the_running_standard_library(stdlib_samples: list[StdlibFunction]) -> None:
+def test_the_running_standard_library(stdlib_samples):
     assert 5_000 < len(stdlib_samples) < 10_000
     for sample in stdlib_samples[::10]:
         [function] = ast.parse(sample.prompt + sample.completion).body
@@ -80,7 +79,7 @@ def test_the_running_standard_library(stdlib_samples: list[StdlibFunction]) -> N
         assert isinstance(alone, ast.FunctionDef | ast.AsyncFunctionDef) and len(alone.body) == 1
 
 
-def test_the_task_of_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_of_docstrings(tmp_path, monkeypatch):
     """The examples of `make run` have the function without its docstring, and the first line of that as the answer.
 
     The wrong answer of a pair is that of another function.

@@ -104,7 +104,7 @@ class LateDevice:
 
     @property
     def unfinished(self):
-        """The copies that nobody has waited for."""
+        """The copies that were not waited for."""
         return [copy for stream in self._in_flight.values() for copy in stream]
 
     def finish_fetches(self):
@@ -117,7 +117,7 @@ class LateDevice:
                 stream.pop(0).complete()
 
     def upload(self, source):
-        """The computation is not late here: it gets the copy, whose source stays in use until somebody waits."""
+        """The computation is not late here: it gets the copy, whose source stays in use until a wait."""
         destination = self.empty(source.numel())
         copy = self.copy(destination, source, self.record_event())
         copy.deliver()

@@ -1,17 +1,13 @@
 """Data sets of pairs for tests."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from odc_mpi.data.dataset.format import PairCounts
-from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 
 
-def write_pairs(path: Path, counts: Sequence[tuple[int, int, int]], vocab_size: int = 64, seed: int = 0) -> None:
+def write_pairs(path, counts, vocab_size=64, seed=0):
     """Write pairs of random tokens, given the numbers of tokens of prompt, chosen and rejected answer of each.
 
     All tokens of the answers are loss tokens.
@@ -24,7 +20,7 @@ def write_pairs(path: Path, counts: Sequence[tuple[int, int, int]], vocab_size: 
             writer.append(tokens, np.arange(len(tokens)) >= num_prompt, pair)
 
 
-def answer_rows(dataset: Dataset, indices: Iterable[int]) -> Iterator[torch.Tensor]:
+def answer_rows(dataset, indices):
     """Yield the tokens of each chosen and rejected answer, with its prompt before it."""
     for index in indices:
         tokens = torch.from_numpy(dataset[index][0])

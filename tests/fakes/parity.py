@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from odc_mpi.shard.model import ShardedModel
 ITEM_BYTES = 8
 Batch = tuple[Any, ...]  # arguments of one forward
 Loss = Callable[[Any, Batch], torch.Tensor]  # of a module or a sharded model
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 
 def adamw(parameters):
@@ -79,10 +78,10 @@ def train_sharded(model, transport, minibatches, loss=squares, make_optimizer=ad
     optimizer = make_optimizer(model.shard_parameters())
     losses = {}
     for step, minibatch in enumerate(minibatches):
-        own = [i for i in range(len(minibatch)) if (step + i) % transport.group.size == transport.group.rank]
+        of_rank = [i for i in range(len(minibatch)) if (step + i) % transport.group.size == transport.group.rank]
         with model.minibatch():
-            for i in own:
-                if mark_last and i == own[-1]:
+            for i in of_rank:
+                if mark_last and i == of_rank[-1]:
                     model.set_is_last_backward()
                 value = loss(model, minibatch[i])
                 value.backward()

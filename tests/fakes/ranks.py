@@ -75,7 +75,7 @@ class LateTransport(RecordingTransport):
     """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed."""
 
     fetch_s = push_s = 0.001
-    make_pool: type[BufferPool] = LatePool
+    make_pool = LatePool
 
     def reserve(self, plan):
         self.parameters.buffers = self.make_pool()
@@ -169,12 +169,12 @@ def on_ranks(size=0, **settings):
 
     def decorate(test):
         def on_all(**arguments):
-            own = {names[name]: value for name, value in arguments.items() if name in names}
-            run_ranks(size or arguments["size"], lambda transport: test(transport, **arguments), **settings | own)
+            from_test = {names[name]: value for name, value in arguments.items() if name in names}
+            run_ranks(size or arguments["size"], lambda transport: test(transport, **arguments), **settings | from_test)
 
         functools.update_wrapper(on_all, test)
-        own = inspect.signature(test)
-        on_all.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+        signature = inspect.signature(test)
+        on_all.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
         return on_all
 
     return decorate

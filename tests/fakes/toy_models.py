@@ -1,7 +1,5 @@
 """Modules that several test modules train, and weights to load into them."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,7 +11,7 @@ INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 class Block(nn.Module):
     """A transformer's block: attention and an MLP, with norms before them."""
 
-    def __init__(self, width: int = WIDTH, heads: int = 2) -> None:
+    def __init__(self, width=WIDTH, heads=2):
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
@@ -22,7 +20,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         shape = (*x.shape[:2], self.heads, -1)
         q, k, v = (part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -35,7 +33,7 @@ class Transformer(nn.Module):
 
     _no_split_modules = ("Block", "NotInThisModel")
 
-    def __init__(self, num_blocks: int = 2, tied: bool = False) -> None:
+    def __init__(self, num_blocks=2, tied=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
@@ -44,7 +42,7 @@ class Transformer(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -54,24 +52,24 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """The smallest unit that is not a bare Linear."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width=WIDTH):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(self.linear(x))
 
 
 class Stack(nn.Module):
     """Layers one after the other, between two of the root."""
 
-    def __init__(self, num_layers: int = 3, width: int = WIDTH) -> None:
+    def __init__(self, num_layers=3, width=WIDTH):
         super().__init__()
         self.first = nn.Linear(width, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
         self.last = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -81,13 +79,13 @@ class Stack(nn.Module):
 class RandomWeights:
     """Weights of these shapes by name, all of fp32; notes what is read."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, shapes):
         generator = torch.Generator().manual_seed(3)
         self.values = {
             name: torch.randn(tuple(shape), generator=generator, dtype=torch.float32) for name, shape in shapes.items()
         }
-        self.reads: list[tuple[str, int, int]] = []
+        self.reads = []
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read(self, name, start, stop):
         self.reads.append((name, start, stop))
         return self.values[name].flatten()[start:stop]

@@ -1,10 +1,8 @@
-"""An input of the fuzzer, the commands it is given to, and random damage to files."""
+"""An input of the fuzzer, the commands it is given to, and damage to files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import h5py
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Case:
     name: str
     argv: tuple[str, ...]
     damage: Callable[[Path], object] = lambda directory: None
-    codes: tuple[int, ...] = (2,)
+    codes: tuple[int, ...] = (0, 2)
     same: bool = False
     limit_s: float = 30.0
     ranks: int = 0
@@ -72,46 +70,30 @@ def change(name, function):
     return damage
 
 
+def replacements(name):
+    """Yield what may be in the place of a file, and the damage: nothing, a folder, a link to itself."""
+    for kind, make in {
+        "missing": lambda path: None,
+        "a folder": Path.mkdir,
+        "a loop": lambda path: path.symlink_to(path.name),
+    }.items():
+        yield kind, lambda directory, make=make: ((directory / name).unlink(), make(directory / name))
+
+
 def mutation(rng):
     """Return a random change of a content, as a name and a function that changes at least one byte."""
     kind = rng.choice(("flip", "flip", "zero", "delete", "repeat", "insert", "cut"))
-    where, size, seed = rng.random(), rng.randrange(1, 64), rng.randbytes(64)
+    where, size, noise = rng.random(), int(2 ** rng.uniform(0, 14)), rng.randbytes(64)
 
     def apply(content):
         at = int(where * len(content))
         head, part, rest = content[:at], content[at : at + size], content[at + size :]
-        match kind:
-            case "flip":
-                part = bytes([part[0] ^ (1 << size % 8)]) + part[1:]
-            case "zero":
-                part = bytes(len(part)) if any(part) else b"\xff" * len(part)
-            case "delete":
-                part = b""
-            case "repeat":
-                part = part + part
-            case "insert":
-                part = seed[:size] + part
-            case _:
-                part = rest = b""
-        return head + part + rest
+        new = {
+            "flip": bytes([part[0] ^ (1 << size % 8)]) + part[1:],
+            "zero": bytes(len(part)) if any(part) else b"\xff" * len(part),
+            "repeat": part + part,
+            "insert": noise[: 1 + size % 64] + part,
+        }
+        return head + new.get(kind, b"") + (b"" if kind == "cut" else rest)
 
     return f"{kind} {size} at {where:.4f}", apply
-
-
-def damaged_dataset(zone, where, bit):
-    """Damage: flip a bit of the stored bytes of a dataset of data.h5, or of any byte of the file."""
-
-    def damage(directory):
-        content = bytearray((directory / "data.h5").read_bytes())
-        begin, size = 0, len(content)
-        if zone != "anywhere":
-            with h5py.File(directory / "data.h5", "r") as file:
-                item = file[zone]
-                if isinstance(item, h5py.Group):
-                    item = max(item.values(), key=len)
-                size = item.nbytes
-                begin = item.id.get_chunk_info(0).byte_offset if item.chunks else item.id.get_offset()
-        content[min(begin + int(where * size), len(content) - 1)] ^= 1 << bit
-        (directory / "data.h5").write_bytes(content)
-
-    return damage

@@ -1,4 +1,4 @@
-"""Give the commands damaged files and bad input, and judge what comes of it.
+"""Give the commands damaged files and bad input, and judge the results.
 
     python tests/fuzz/fuzz.py --seed 0 --jobs 2                 all inputs: make fuzz SEED=0
     python tests/fuzz/fuzz.py --part 20                         a random twentieth of each family
@@ -25,17 +25,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parent / "fakes"), str(HERE.parents[1])]
 
-import dataset_inputs  # noqa: E402
-import environment_inputs  # noqa: E402
+import inputs  # noqa: E402
 import material  # noqa: E402
-import prepare_inputs  # noqa: E402
-import run_inputs  # noqa: E402
 import runner  # noqa: E402
-import settings_inputs  # noqa: E402
 from case import Case  # noqa: E402
 from judge import SEVERITIES, judge, result, snapshot  # noqa: E402
 
-FAMILIES = (prepare_inputs, settings_inputs, dataset_inputs, run_inputs, environment_inputs)
 #: The inputs, and results from undamaged files by command; processes of the pool inherit both.
 CASES, EXPECTED = [], {}
 
@@ -80,9 +75,9 @@ def _make_undamaged(directory, context):
 
 def select(seed, part, match):
     """Yield all inputs of a seed, or a random part of each family."""
-    for family in FAMILIES:
+    for family in inputs.FAMILIES:
         draw = random.Random(seed)
-        everything = list(family.cases(draw))
+        everything = list(family(draw))
         chosen = everything if part == 1 else draw.sample(everything, len(everything) // part)
         yield from (case for case in chosen if re.search(match, f"{case.family}: {case.name}"))
 

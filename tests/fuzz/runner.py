@@ -6,6 +6,8 @@ child per case, which then calls the function of the console script. A child is 
 
 import atexit
 import ctypes
+import gc
+import importlib
 import os
 import resource
 import select
@@ -14,12 +16,13 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import mpi4py
 from mpi_launch import MPIEXEC, environment
 
-STDOUT, STDERR = ".stdout", ".stderr"
+#: What commands import.
 MODULES = (
     *("odc_mpi.data.prepare", "odc_mpi.training.run", "odc_mpi.generation.run", "odc_mpi.generation.generate"),
     *("odc_mpi.checkpoint.commands", "odc_mpi.models.export", "odc_mpi.report.report", "odc_mpi.report.run_report"),
@@ -28,8 +31,7 @@ MODULES = (
 )
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """The end of a command; `code` is None if it was killed at its limit."""
 
     code: int | None
@@ -56,9 +58,9 @@ def copied(case, undamaged, directory):
 
 def run(case, directory):
     """Run the command of the case in a child and return its end."""
-    output = [directory.with_suffix(suffix) for suffix in (STDOUT, STDERR)]
+    output = [directory.with_suffix(suffix) for suffix in (".stdout", ".stderr")]
     for path in output:
-        path.unlink(missing_ok=True)
+        path.write_text("")
     pid = os.fork()
     if pid == 0:
         try:
@@ -71,8 +73,7 @@ def run(case, directory):
         finally:
             os._exit(70)  # not reached after a command
     code = _wait(pid, case.limit_s)
-    texts = [path.read_text(errors="replace") if path.exists() else "" for path in output]
-    return Finished(code, *texts)
+    return Finished(code, *(path.read_text(errors="replace") for path in output))
 
 
 def _console(argv):
@@ -109,13 +110,9 @@ def _enter(case, directory, output):
     ctypes.CDLL(None).prctl(1, signal.SIGTERM if case.ranks else signal.SIGKILL)
     os.setsid()
     os.chdir(directory)
-    for name in os.environ.keys() - (wanted := environment(PYTHONDONTWRITEBYTECODE="1")).keys():
-        del os.environ[name]
-    os.environ.update(wanted)
-    for name, value in case.env.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    wanted = environment(PYTHONDONTWRITEBYTECODE="1") | case.env
+    os.environ.clear()
+    os.environ.update({name: value for name, value in wanted.items() if value is not None})
     for descriptor, name in enumerate((os.devnull, *output)):
         opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDWR)
         os.dup2(opened, descriptor)
@@ -144,15 +141,8 @@ def _wait(pid, limit_s):
 
 def import_modules():
     """Import what commands import, without starting MPI."""
-    import gc
-    import importlib
-
-    import mpi4py
-
     mpi4py.rc.initialize = False
-    gc.disable()
     for module in MODULES:
         with suppress(ImportError):
             importlib.import_module(module)
     gc.freeze()
-    gc.enable()

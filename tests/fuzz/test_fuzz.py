@@ -31,7 +31,14 @@ GOOD, BAD = [[1, 5.0, None]], [[1, 5.1, None]]
     ],
 )
 def test_findings(finished, after, letters):
-    found = judge(Case("f", "n", train(), same=True), finished, FILES, after, GOOD, BAD if finished.code == 0 else None)
+    found = judge(
+        Case("f", "n", train(), codes=(2,), same=True),
+        finished,
+        FILES,
+        after,
+        GOOD,
+        BAD if finished.code == 0 else None,
+    )
     assert "".join(text[0] for text in found) == letters
 
 

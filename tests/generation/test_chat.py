@@ -38,9 +38,9 @@ def test_a_conversation(directory, tmp_path, capsys, monkeypatch):
     prompts.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in messages]}))
     [second] = answers(capsys, monkeypatch, "generate", directory, "--prompts", str(prompts)).out.splitlines()
     long = " ".join(["9"] * 30)
-    said = answers(capsys, monkeypatch, "chat", directory, lines=f"3 5\n\n7\n{long}\n3 5")
-    assert said.out.splitlines() == [first, second, first]
-    assert "max_position_embeddings" in said.err and "a new conversation begins" in said.err
+    output = answers(capsys, monkeypatch, "chat", directory, lines=f"3 5\n\n7\n{long}\n3 5")
+    assert output.out.splitlines() == [first, second, first]
+    assert "max_position_embeddings" in output.err and "a new conversation begins" in output.err
     [system] = answers(capsys, monkeypatch, "chat", directory, "--system", "3", lines="5").out.splitlines()
     assert system == first
 

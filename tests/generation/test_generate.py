@@ -13,11 +13,11 @@ from odc_mpi.models.decoding import Prompt
 
 PROMPTS = [Prompt(0, (5, 7, 9), ()), Prompt(1, tuple(range(1, 30)), ()), Prompt(2, (60,), ())]
 GREEDY = SamplingParams(max_new_tokens=9)
-DRAWN = SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.8, seed=3)
+SAMPLED = SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.8, seed=3)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}])
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_it_is_transformers_own(sampling, changes):
     plain, packed = plain_model(**changes), packed_model(**changes)
     wanted = [plain_completion(plain, prompt.tokens, prompt.number, sampling) for prompt in PROMPTS]
@@ -29,7 +29,7 @@ def test_it_is_transformers_own(sampling, changes):
 
 def test_a_seed_is_of_a_prompt():
     packed, prompt = packed_model(), PROMPTS[0]
-    again = [generate(packed, Prompt(index, prompt.tokens, ()), DRAWN).tokens for index in (0, 0, 1)]
+    again = [generate(packed, Prompt(index, prompt.tokens, ()), SAMPLED).tokens for index in (0, 0, 1)]
     assert again[0] == again[1] != again[2]
 
 
@@ -42,7 +42,7 @@ def test_all_is_as_before():
     state, before = torch.get_rng_state(), model(**inputs)
     torch.set_rng_state(state)
     defaults = model.generation_config.to_dict()
-    generate(model, PROMPTS[0], DRAWN)
+    generate(model, PROMPTS[0], SAMPLED)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert model.config._attn_implementation == attention.IMPLEMENTATIONS["sdpa"] and model.config.use_cache is False

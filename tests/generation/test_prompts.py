@@ -21,14 +21,14 @@ def tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("asked", "trained"),
+    ("example", "trained"),
     [
         (PromptCompletion("here", "one two ", ""), PromptCompletion("here", "one two ", "three")),
         (Conversation("here", [QUESTION]), Conversation("here", [QUESTION, ANSWER])),
     ],
 )
-def test_tokens_are_those_before_the_completion(tokenizer, asked, trained):
-    (request,) = tokenize(tokenizer, [asked], stop=[tokenizer.eos_token_id])
+def test_tokens_are_those_before_the_completion(tokenizer, example, trained):
+    (request,) = tokenize(tokenizer, [example], stop=[tokenizer.eos_token_id])
     [[encoded]] = encode(tokenizer, [trained])
     first = int(encoded.loss_mask.argmax())
     assert request.prompt.tokens == encoded.tokens[:first].tolist()
@@ -38,7 +38,7 @@ def test_tokens_are_those_before_the_completion(tokenizer, asked, trained):
     completion = CompletionOutput(0, encoded.tokens[first : last + 1].tolist(), "stop")
     line = output_record(tokenizer, request, completion)
     assert line["completion"] == "three" and line["finish_reason"] == "stop" and line["num_tokens"] == last + 1 - first
-    assert next(iter(line)) == ("messages" if isinstance(asked, Conversation) else "prompt")
+    assert next(iter(line)) == ("messages" if isinstance(example, Conversation) else "prompt")
 
 
 def test_only_conversations_end_with_a_turn(tokenizer):
@@ -52,13 +52,13 @@ def test_the_answer_in_a_file_to_train_on_is_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [[QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]]
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
-    asked = [one.messages for one in read_examples(None, None, path)]
-    assert asked == [[QUESTION], [QUESTION], [QUESTION, ANSWER, QUESTION]]
+    example = [one.messages for one in read_examples(None, None, path)]
+    assert example == [[QUESTION], [QUESTION], [QUESTION, ANSWER, QUESTION]]
 
 
 def test_questions_become_conversations():
-    asked = read_examples(None, ["one", "two"], None)
-    assert [one.messages for one in asked] == [[{"role": "user", "content": text}] for text in ("one", "two")]
+    example = read_examples(None, ["one", "two"], None)
+    assert [one.messages for one in example] == [[{"role": "user", "content": text}] for text in ("one", "two")]
     for given, words in (
         ((None, None, None), "expected one of --prompt TEXT, --chat TEXT, --prompts FILE, got none"),
         (("a", ["b"], None), "got --prompt TEXT and --chat TEXT"),

@@ -70,8 +70,8 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
     """Run the kernels under one of NVIDIA's tools.
 
     torch takes every piece of memory from the driver, else what is beyond one is torch's all the same. Calls of the
-    driver that fail are left to torch and CuPy: both try some that may fail. Left out: what looks at whether somebody
-    waits, which the tool does.
+    driver that fail are left to torch and CuPy: both try some that may fail. Left out: tests that check
+    whether the host waits, as it does under the tool.
     """
     if shutil.which(SANITIZER) is None:
         return f"no {SANITIZER} on the PATH"

@@ -255,7 +255,7 @@ def _inflict_all(runs, config, starts, num_faults, seed):
             ending = f"ended with {code} at step {run.step}"
             output = f"seed {seed}, fault {number}, {fault}: {ending}: {run.text}"
             assert code not in (None, 0), output
-            # Of two hosts either is cut off from the other; and nobody knows who is late before MPI is up.
+            # Of two hosts either is cut off from the other; and no rank knows which one is late before MPI is up.
             is_known = run.step and "cut" not in fault.kind
             assert named(run.text, fault.rank if is_known else None), output
         print(f"seed {seed}, fault {number} of {num_faults}, {fault}: {ending}", flush=True)

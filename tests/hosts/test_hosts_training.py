@@ -76,13 +76,13 @@ def run_dir(data, tmp_path_factory):
         done = launch(ranks_per_host, top / "job.py", config, json.dumps(runs), timeout_s=LIMIT_S * len(runs))
         return done, directories
 
-    def of(ranks_per_host, settings):
+    def run_dir_and_output(ranks_per_host, settings):
         done, directories = finished(ranks_per_host)
         place = top / directories[settings]
         assert (place / "summary.json").exists() and done.code == 0, done.err
         return place, done.out
 
-    return of
+    return run_dir_and_output
 
 
 @pytest.mark.timeout(60 + LIMIT_S * len(RUNS[1]))

@@ -130,7 +130,7 @@ def test_the_mean_before_the_step_is_the_divisor():
 
 
 def test_norms_leave_the_window():
-    # The outlier's last share in the mean, 2 * OLDEST, is gone 25 steps after it came.
+    # The outlier's last contribution to the mean, 2 * OLDEST, is gone 25 steps after it came.
     rule = filled_rule(2 * OLDEST / (1 + 2 * OLDEST) - 1e-6, num_islands=1)
     assert rule.update([3.0])
     assert [rule.update([1.0]) for _ in range(WINDOW + 1)] == [False] * (WINDOW - 1) + [True, False]

@@ -72,7 +72,7 @@ def test_each_element_is_in_one_fragment_whatever_the_number_of_ranks(num_fragme
     for ranks in (1, num_ranks):
         found = {}
         for rank in range(ranks):
-            slices = [cut(size, rank, ranks) for size in sizes]
+            slices = [slice_of_rank(size, rank, ranks) for size in sizes]
             values = [1000 * i + torch.arange(s[1], s[2], dtype=torch.float32) + 1 for i, s in enumerate(slices)]
             for number, fragment in enumerate(make_fragments(slices, num_fragments)):
                 for offset, value in enumerate(fragment.read(values).tolist()):
@@ -85,7 +85,7 @@ def test_each_element_is_in_one_fragment_whatever_the_number_of_ranks(num_fragme
     assert max(counts) - min(counts) <= 96
 
 
-def cut(size, rank, ranks):
+def slice_of_rank(size, rank, ranks):
     share = -(-size // (32 * ranks)) * 32
     return size, min(size, rank * share), min(size, (rank + 1) * share)
 

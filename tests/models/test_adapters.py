@@ -65,57 +65,31 @@ def test_a_fully_trained_module_begins_as_the_base():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"target_modules": ["q_proj", "qproj"]},
-            "lora.target_modules: no module is named qproj, expected some of down_proj, gate_proj, k_proj, lm_head, "
-            "o_proj, q_proj, up_proj, v_proj$",
-        ),
+        ({"target_modules": ["q_proj", "qproj"]}, "lora.target_modules: no module is named qproj, expected some of "
+         "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj$"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is a Embedding"),
         ({"modules_to_save": ["head"]}, "lora.modules_to_save: no module is named head, expected some of .*lm_head"),
-        (
-            {"target_modules": ["lm_head"], "tied": True},
-            "lora.target_modules: lm_head shares its weights between embedding and head",
-        ),
-        (
-            {"modules_to_save": ["embed_tokens"], "tied": True},
-            "lora.modules_to_save: embed_tokens shares its weights between embedding and head",
-        ),
-        (
-            {"target_parameters": ["embed_tokens.weight"], "tied": True},
-            "lora.target_parameters: embed_tokens.weight shares its weights between embedding and head",
-        ),
+        ({"target_modules": ["lm_head"], "tied": True},
+         "lora.target_modules: lm_head shares its weights between embedding and head"),
+        ({"modules_to_save": ["embed_tokens"], "tied": True},
+         "lora.modules_to_save: embed_tokens shares its weights between embedding and head"),
+        ({"target_parameters": ["embed_tokens.weight"], "tied": True},
+         "lora.target_parameters: embed_tokens.weight shares its weights between embedding and head"),
         ({"target_modules": []}, "lora.target_modules: expected names of linear layers, or lora.target_parameters"),
-        (
-            {"target_parameters": ["experts.up_proj"], "model_type": "granitemoe"},
-            "lora.target_parameters: no parameter of 2 or 3 dimensions is named experts.up_proj, expected some of "
-            "down_proj, gate_up_proj$",
-        ),
-        (
-            {"lora_dropout": 0.1, "model_type": "mixtral"},
-            "peft cannot adapt Mixtral.*: it has no dropout for fused experts: set lora.dropout to 0, got 0.1",
-        ),
+        ({"target_parameters": ["experts.up_proj"], "model_type": "granitemoe"}, "lora.target_parameters: no parameter "
+         "of 2 or 3 dimensions is named experts.up_proj, expected some of down_proj, gate_up_proj$"),
+        ({"lora_dropout": 0.1, "model_type": "mixtral"},
+         "peft cannot adapt Mixtral.*: it has no dropout for fused experts: set lora.dropout to 0, got 0.1"),
         ({"layers_to_transform": [2]}, "lora.layers_to_transform: expected layers from 0 to 1, got 2"),
-        (
-            {"layers_to_transform": [1]},
-            "lora.layers_to_transform: expected names in lora.target_modules, got all-linear: choose among down_proj, "
-            "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$",
-        ),
-        (
-            {
-                "target_modules": ["q_proj"],
-                "target_parameters": ["experts.down_proj"],
-                "layers_to_transform": [1],
-                "model_type": "granitemoe",
-            },
-            "peft does not apply it to lora.target_parameters, and experts.down_proj is also in "
-            "model.layers.0.block_sparse_moe.experts.down_proj: name parameters with their layers",
-        ),
+        ({"layers_to_transform": [1]}, "lora.layers_to_transform: expected names in lora.target_modules, got "
+         "all-linear: choose among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "layers_to_transform": [1],
+          "model_type": "granitemoe"}, "peft does not apply it to lora.target_parameters, and experts.down_proj is "
+         "also in model.layers.0.block_sparse_moe.experts.down_proj: name parameters with their layers"),
     ],
-    ids=[
-        *("target", "embedding", "saved", "tied target", "tied saved", "tied parameter", "no target", "parameter"),
-        *("dropout", "missing layer", "layers of all", "layers of parameters"),
-    ],
-)
+    ids=["target", "embedding", "saved", "tied target", "tied saved", "tied parameter", "no target", "parameter",
+         "dropout", "missing layer", "layers of all", "layers of parameters"],
+)  # fmt: skip
 def test_user_errors(changes, words):
     changes = dict(changes)
     settings = UNTIED | {"tie_word_embeddings": changes.pop("tied", False)}

@@ -148,7 +148,7 @@ def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
         packed_attention(None, *draw(4), **given)
 
 
-class StandIn:
+class FakeVarlen:
     """Computes what the kernel for variable lengths computes; keeps the boundaries that it was given."""
 
     def __init__(self):
@@ -171,8 +171,8 @@ class StandIn:
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    monkeypatch.setattr(varlen, "_forward", kernel := StandIn())
+def fake_varlen(monkeypatch):
+    monkeypatch.setattr(varlen, "_forward", kernel := FakeVarlen())
     monkeypatch.setattr(varlen, "is_supported", lambda *states: True)
     return kernel
 
@@ -180,13 +180,13 @@ def stand_in(monkeypatch):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scaling", [None, 0.5])
 @pytest.mark.parametrize("prompts", [[0, 0, 0], [0, 4, 0], [0, 2, 5]])
-def test_one_call_for_all_lengths(monkeypatch, stand_in, window, scaling, prompts):
+def test_one_call_for_all_lengths(monkeypatch, fake_varlen, window, scaling, prompts):
     inputs, bounds = draw(12), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
     given = {"cu_seq_lens_k": bounds + torch.tensor([0, *prompts]).cumsum(0), "sliding_window": window}
     given |= {"cu_seq_lens_q": bounds, "scaling": scaling}
     actual, again = (packed_attention(None, *inputs, None, **given)[0] for _ in range(2))
     assert torch.equal(actual, again)
-    assert len({id(part) for call in stand_in.bounds for part in call}) == 1 + any(prompts), "copied once"
+    assert len({id(part) for call in fake_varlen.bounds for part in call}) == 1 + any(prompts), "copied once"
     monkeypatch.undo()
     assert_same(actual, packed_attention(None, *inputs, None, **given)[0], inputs)
 
@@ -203,10 +203,10 @@ def test_one_call_for_all_lengths(monkeypatch, stand_in, window, scaling, prompt
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_other_features_are_calls_per_sequence(monkeypatch, stand_in, given):
+def test_other_features_are_calls_per_sequence(monkeypatch, fake_varlen, given):
     monkeypatch.setattr(varlen, "PLANNED_MULTIPLE", 12)
     packed_attention(None, *draw(12), **{"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 5, 12]), **given})
-    assert stand_in.bounds == []
+    assert fake_varlen.bounds == []
 
 
 def test_the_kernel_of_this_torch_has_the_arguments_and_gradients():

@@ -145,10 +145,10 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
         for parameter in each.parameters():
             parameter.data *= sharpness if parameter.ndim > 1 else 1.0
     tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
-    asked = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
-    sample(model, asked, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
+    prompts = [Prompt(i, prompt, (3,)) for i, prompt in enumerate(tokens)]
+    sample(model, prompts, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
     ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
-    groups = [PromptGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
+    groups = [PromptGroup(i, i, prompt, made[i].tokens, made[i].logps, ones, none) for i, prompt in enumerate(tokens)]
     batches, compute, wanted = list(pack_microbatches(groups, 200, with_all=True)), TokenLogps(model), []
     assert len(batches) > 1 and all(batch.num_input_tokens <= 200 for batch in batches)
     found = torch.cat(
@@ -156,10 +156,10 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
     )
     sampled = torch.cat([batch.logps for batch in batches])
     for group in groups:
-        for own in group.completions:
-            ids = torch.tensor([[*group.prompt, *own]])
+        for completion in group.completions:
+            ids = torch.tensor([[*group.prompt, *completion]])
             logits = exact(input_ids=ids, use_cache=False).logits[0, len(group.prompt) - 1 : -1].double() / temperature
-            wanted.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(own)[:, None])[:, 0].detach())
+            wanted.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0].detach())
     bound = 1e-6 * torch.cat(wanted).abs().clamp(min=1.0)
     assert ((found - sampled).abs() <= bound).all()
     assert ((found - torch.cat(wanted)).abs() <= bound).all()

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.weights.composite import composite_of
+from odc_mpi.models.weights.composite import find_composite
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def text_config_of(family):
     """Return the configuration of the model that is trained, as for `model.path`."""
     with models._user_errors("model.path"):
         config = tiny_config(family)
-        composite = composite_of(config)
+        composite = find_composite(config)
     return composite.text_config if composite else config
 
 

@@ -11,7 +11,7 @@ from tiny_configurations import COMPOSITES, tiny_config
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.weights.composite import composite_of
+from odc_mpi.models.weights.composite import find_composite
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -66,7 +66,7 @@ def test_the_text_model_of_a_composite(kind, tmp_path):
     config = tiny_config(kind)
     whole = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     whole.eval().save_pretrained(tmp_path)
-    composite = composite_of(transformers.AutoConfig.from_pretrained(tmp_path))
+    composite = find_composite(transformers.AutoConfig.from_pretrained(tmp_path))
     text = transformers.AutoModelForCausalLM.from_config(composite.text_config, dtype=torch.float32).eval()
     weights = SafetensorsWeights(tmp_path, text, composite)
     weights.load_buffers(text)
@@ -83,9 +83,9 @@ def test_the_text_model_of_a_composite(kind, tmp_path):
 
 def test_a_composite_without_a_text_model_is_refused():
     with pytest.raises(UserError, match="no causal language model for its text part, blip_text_model"):
-        composite_of(transformers.BlipConfig())
+        find_composite(transformers.BlipConfig())
     with pytest.raises(UserError, match=r"grounding-dino is multimodal, and .* that generates text"):
-        composite_of(transformers.GroundingDinoConfig())
+        find_composite(transformers.GroundingDinoConfig())
 
 
 def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch):
@@ -116,6 +116,6 @@ def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch):
 
 
 def test_operations_that_compute_are_refused():
-    placed = PlacedTensor.of("a", (4, 6))
+    placed = PlacedTensor.from_stored("a", (4, 6))
     with pytest.raises(NotImplementedError, match="add computes new values"):
         placed + placed

@@ -1,7 +1,10 @@
 """Exact runs on all ranks and on one, whose bits are compared."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+
+from small_training import configure
 
 from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.training import run as runs
@@ -18,13 +21,30 @@ class ExactRuns:
     def __init__(self, world, base, configure):
         self._world, self.base, self._configure = world, base, configure
 
+    @classmethod
+    def of_sequences(cls, world, base, dataset_path, **own):
+        """Return runs on the sequences of a data set, evaluated on some of them, with settings of a test's own."""
+
+        def configured(folder, changes):
+            settings = {
+                "data.minibatch_sequences": 11,
+                "run.dir": folder,
+                "run.exact": "true",
+                "run.checkpoint_every": 50,
+                "optim.adam_epsilon": 1e-8,
+                "run.trace_steps": 0,
+                "data.eval_path": dataset_path,
+                "data.eval_sequences": 9,
+            }
+            return configure(dataset_path, **(settings | own | changes))
+
+        return cls(world, base, configured)
+
     def train(self, name, among, **changes):
         """Return the digest and the metrics that do not depend on ranks. With a part of the world, the first trains."""
         found = None
         if self._world.rank < among.size:
-            config = self._configure(
-                self.base / name, {key.replace("__", "."): value for key, value in changes.items()}
-            )
+            config = self._config(name, changes)
             summary = runs.train(config, among)
             lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
             found = summary["parameters_digest"], [without_times(json.loads(line)) for line in lines]
@@ -32,9 +52,12 @@ class ExactRuns:
         assert digest_line(self.base / name).split()[0] == found[0]
         return found
 
+    def _config(self, name, changes):
+        return self._configure(self.base / name, {key.replace("__", "."): value for key, value in changes.items()})
+
     def alone(self, **changes):
         """The run on one rank."""
-        key = repr((self._configure.__module__, sorted(changes.items())))
+        key = repr(replace((config := self._config("alone", changes)), run=replace(config.run, dir="")))
         if key not in _references:
             _references[key] = self.train("alone", self._world.split("self"), **changes)
         return _references[key]

@@ -96,7 +96,7 @@ def training(config, world, inputs):
     """A trainer, and what takes its steps and returns their metrics."""
     trainer = build_trainer(config, world, inputs, decide(config, world))
     yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
-    world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
+    world.gather_objects(None)  # state_dict is one-sided: no rank frees windows that another still reads
     trainer.model.close()
     if windows := getattr(trainer._source, "_windows", None):
         windows.close()

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import transformers
 
 from odc_mpi.models import build
-from odc_mpi.models.heads import CAUSAL_LM, REWARD, task_of
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, prediction_task
 from odc_mpi.training.update import schedule_factor
 
 
@@ -17,7 +17,7 @@ def initial_model(config):
 
 def unsharded_model(meta_model, settings):
     """The same model with ordinary parameters and the stock attention, holding the same initial values."""
-    plain = task_of(type(meta_model.module).__name__).auto_class.from_config(
+    plain = prediction_task(type(meta_model.module).__name__).auto_class.from_config(
         transformers.AutoConfig.for_model(**settings, num_labels=1), attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():

@@ -70,9 +70,9 @@ def assert_sums(transport, wanted):
     """Check this rank's shards of complete gradients against full arrays, and that their padding is zero."""
     for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(transport.group.rank)
-        own = transport.gradients.shard(index)
-        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop].double())
-        assert not own[stop - start :].any(), "padding was written to"
+        shard = transport.gradients.shard(index)
+        assert torch.equal(shard[: stop - start].double(), wanted[index][start:stop].double())
+        assert not shard[stop - start :].any(), "padding was written to"
 
 
 def write_parameters(transport, values):

@@ -17,9 +17,9 @@ def test_sums_do_not_depend_on_their_order(most: float) -> None:
         draw.shuffle(rounded)
         draw.shuffle(numbers)
         # In parts, as ranks have them.
-        cut = draw.randrange(1000)
-        sums.add(sum(rounded[:cut]) + sum(rounded[cut:]))
-        before.add(sum(numbers[:cut]) + sum(numbers[cut:]))
+        position = draw.randrange(1000)
+        sums.add(sum(rounded[:position]) + sum(rounded[position:]))
+        before.add(sum(numbers[:position]) + sum(numbers[position:]))
     assert sums == {math.fsum(rounded)}
     assert len(before) > 1, "sums of these do not depend on their order anyway"
 

@@ -19,7 +19,7 @@ from odc_mpi.training.source import DatasetSource
 REPORTING = (SFTObjective, Update, DatasetSource, StepTimeMetrics)
 ENTRIES = {key: entry for each in REPORTING for key, entry in each.summary.items()}
 SKIPPED = STEP | {"loss": float("nan"), "grad_norm": float("inf"), "skipped": True}
-FACTS = {
+RUN_INFO = {
     "world_size": 4,
     "transport": "window",
     "reduction": "accumulate",
@@ -102,8 +102,8 @@ class TestSummary:
         last = {"loss": 6.0, "step_s": 1.5, "tokens_per_s": 1000 / 1.5, "idle_fraction": 0.75, "fetch_wait_s": 0.07}
         summary.add(STEP | last)
         summary.add(SKIPPED)
-        result = summary.finish({**FACTS, "extra": 1})
-        assert {name: result[name] for name in FACTS} == FACTS and result["extra"] == 1
+        result = summary.finish({**RUN_INFO, "extra": 1})
+        assert {name: result[name] for name in RUN_INFO} == RUN_INFO and result["extra"] == 1
         assert (result["steps"], result["skipped_steps"], result["tokens"]) == (5, 2, 5000)
         assert (result["loss_first"], result["loss_last"]) == (8.25, 6.0)
         assert result["tokens_per_s"] == pytest.approx(5000 / 3.5)
@@ -112,7 +112,7 @@ class TestSummary:
         assert result["accumulate_wait_s"] == pytest.approx(0.10)
         assert result["boundary_wait_s"] == pytest.approx(0.15)
         assert 0 <= result["elapsed_s"] < 5
-        result = Summary(ENTRIES).finish(FACTS)
+        result = Summary(ENTRIES).finish(RUN_INFO)
         assert (result["steps"], result["loss_first"], result["tokens_per_s"]) == (0, None, 0.0)
 
     def test_it_shows_all_of_a_resumed_run(self):
@@ -120,7 +120,7 @@ class TestSummary:
         null = STEP | {"loss": None, "skipped": True}
         summary = Summary(ENTRIES, [null, STEP, {"step": 3, "step_s": 0.5, "skipped": False, "reward": 1.0}])
         summary.add(STEP | {"loss": 7.0})
-        result = summary.finish({**FACTS, "fetch_wait_s": 4.0})
+        result = summary.finish({**RUN_INFO, "fetch_wait_s": 4.0})
         assert (result["steps"], result["skipped_steps"], result["tokens"]) == (4, 1, 3000)
         assert (result["loss_first"], result["loss_last"]) == (8.25, 7.0)
         assert result["fetch_wait_s"] == pytest.approx(4.02) and result["accumulate_wait_s"] == pytest.approx(0.06)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from step_metrics import STEP
-from test_metrics import ENTRIES, FACTS, REPORTING, SKIPPED
+from test_metrics import ENTRIES, REPORTING, RUN_INFO, SKIPPED
 
 from odc_mpi.errors import UserError
 from odc_mpi.observe.metrics import Summary
@@ -78,7 +78,7 @@ class TestProgressWithoutATerminal:
         with reporter:
             reporter.report(STEP | {"step": 1_000_000, "slowest_rank": 1023, "microbatches_max": 100})
             reporter.report(SKIPPED)
-            reporter.finish({**Summary(ENTRIES).finish(FACTS), "run_dir": "runs/x"})
+            reporter.finish({**Summary(ENTRIES).finish(RUN_INFO), "run_dir": "runs/x"})
         lines = file.getvalue().splitlines()
         assert all(line.isascii() and line.isprintable() and len(line) <= 100 for line in lines)
         assert "nan" in lines[2] and lines[2].split("  ")[-1] == "skipped: non-finite gradient"
@@ -113,7 +113,7 @@ class TestClosingTable:
         summary = Summary(ENTRIES)
         summary.add(STEP)
         summary.add(STEP | {"loss": 7.0})
-        text = self.render({**summary.finish(FACTS), "run_dir": "runs/[bold]x"})
+        text = self.render({**summary.finish(RUN_INFO), "run_dir": "runs/[bold]x"})
         for part in (
             *("steps 2 (0 skipped)", "loss (first -> last) 8.2500 -> 7.0000", "tokens 2,000, 2,000 per second"),
             *("idle (waiting at step ends) 25.0%", "parameter memory 3.0 MiB"),
@@ -171,7 +171,7 @@ class TestWhereTheTerminalIs:
 class TestConsole:
     @pytest.mark.parametrize(("columns", "console"), [(None, (False, None, 100)), (77, (True, "256", 77))])
     def test_it_is_what_the_terminal_can_show(self, monkeypatch, columns, console):
-        made = self.look(monkeypatch, columns, {}, make_console)
+        made = self.with_columns(monkeypatch, columns, {}, make_console)
         assert (made.is_terminal, made.color_system, made.width) == console
 
     @pytest.mark.parametrize(
@@ -184,15 +184,15 @@ class TestConsole:
         ],
     )
     def test_the_setting_wins_over_what_is_found(self, monkeypatch, columns, environment, width):
-        assert self.look(monkeypatch, columns, environment, terminal_width) == width
+        assert self.with_columns(monkeypatch, columns, environment, terminal_width) == width
 
     def test_any_other_setting_is_a_user_error(self, monkeypatch):
         with pytest.raises(UserError, match="ODC_MPI_PROGRESS: expected bar or plain, got 'fancy'"):
-            self.look(monkeypatch, None, {"ODC_MPI_PROGRESS": "fancy"}, terminal_width)
+            self.with_columns(monkeypatch, None, {"ODC_MPI_PROGRESS": "fancy"}, terminal_width)
 
-    def look(self, monkeypatch, columns, environment, look):
-        """Call `look` where a terminal of so many columns is found, or none."""
+    def with_columns(self, monkeypatch, columns, environment, function):
+        """Call `function` where a terminal of `columns` columns is found, or none."""
         monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: columns)
         for name, value in environment.items():
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-        return look()
+        return function()

@@ -43,10 +43,10 @@ def recorded(tmp_path, num_steps, steps):
 def test_the_last_minibatches_are_kept(tmp_path):
     content = recorded(tmp_path, num_steps=2, steps=5)
     assert [step["step"] for step in content["steps"]] == [4, 5]
-    (own,) = content["steps"][1]["ranks"]
-    ((began, ended, tokens),) = own["microbatches"]
-    assert tokens == 500 and 0 <= began <= ended <= own["end_s"]
-    assert len(own["fetch"]) == len(own["parameters_published"]) == 1 and own["gradients_complete"] == []
+    (local,) = content["steps"][1]["ranks"]
+    ((began, ended, tokens),) = local["microbatches"]
+    assert tokens == 500 and 0 <= began <= ended <= local["end_s"]
+    assert len(local["fetch"]) == len(local["parameters_published"]) == 1 and local["gradients_complete"] == []
     # Microbatches of 10, 50 and 40 tokens in every step of the run.
     tokens = content["tokens_per_microbatch"]
     assert (tokens["first_step"], tokens["last_step"]) == (1, 5)
@@ -75,9 +75,9 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
         spans.add("fetch", kept._began - seconds)
     kept.on_step_end(Step(1, minibatch(((0,),)), {}))
     kept.on_train_end()
-    (own,) = json.loads((tmp_path / trace.NAME).read_text())["steps"][0]["ranks"]
-    assert [round(ended - began) for began, ended in own["fetch"]] == [5, 7, 3, 6]
-    assert own["left_out_s"]["fetch"] == pytest.approx(3.0, abs=0.1)
+    (local,) = json.loads((tmp_path / trace.NAME).read_text())["steps"][0]["ranks"]
+    assert [round(ended - began) for began, ended in local["fetch"]] == [5, 7, 3, 6]
+    assert local["left_out_s"]["fetch"] == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):

@@ -32,8 +32,8 @@ def report(same_node=PROVED, other_node=None, **device):
     )
 
 
-def made(found, **wishes):
-    return decide(found, CommSettings(**wishes), on_device=True)
+def made(found, **settings):
+    return decide(found, CommSettings(**settings), on_device=True)
 
 
 def choices(decision):
@@ -116,7 +116,7 @@ def test_who_insists_is_warned_where_nothing_is_proved():
     assert decision.window_device.reason == (
         f"set by comm.window_device; warning: windows on GPUs were not tried: {RUN_DOCTOR}"
     )
-    assert decision.progress.value == "thread", "nobody knows whether they wait"
+    assert decision.progress.value == "thread", "it is not known whether they wait"
     assert made(report(), window_device="cuda").window_device.reason == "set by comm.window_device"
     wanted = made(report(Peer(get=FAST, put=FAST)), window_device="cuda", reduction="accumulate")
     assert choices(wanted) == ("cuda", "accumulate")
@@ -170,8 +170,8 @@ def test_alone_a_rank_needs_nothing_of_mpi_and_no_probe():
     untried = replace(single_rank, device=None)
     assert choices(made(untried)) == ("cuda", "mailbox") and made(untried).zero_copy.value == "on"
     assert RUN_DOCTOR not in made(untried).one_line()
-    for wishes in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
-        assert choices(made(untried, **wishes))[0] == "cpu"
+    for settings in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
+        assert choices(made(untried, **settings))[0] == "cpu"
 
 
 def test_settings_that_do_not_go_together():

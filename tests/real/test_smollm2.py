@@ -161,8 +161,8 @@ def test_resume_export_and_generation(world, folder):
 
     options = dict.fromkeys(("step", "tokenizer", "prompt"))
     prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
-    asked = GenerateArguments(source=run, prompts=prompts, out=out, sampling=SAMPLING, device="cpu", **options)
-    (completion,) = generate_all(asked, world)
+    arguments = GenerateArguments(source=run, prompts=prompts, out=out, sampling=SAMPLING, device="cpu", **options)
+    (completion,) = generate_all(arguments, world)
 
     def compare():
         expected, trained = reference(folder, "lora")

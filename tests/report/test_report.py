@@ -114,8 +114,8 @@ def transport_result():
         for size in (65536, 1 << 20, 10**10)
     ]
     del sizes[0]["all_at_once"]["mpi_allgather"]
-    facts = {"ranks": 2, "nodes": 1, "cores_per_rank": 1, "repeats": 7, "load_average": [0.5, 2.04]}
-    return {"benchmark": "transport", "library": f"Open MPI {NASTY}", "sizes": sizes, **facts}
+    fields = {"ranks": 2, "nodes": 1, "cores_per_rank": 1, "repeats": 7, "load_average": [0.5, 2.04]}
+    return {"benchmark": "transport", "library": f"Open MPI {NASTY}", "sizes": sizes, **fields}
 
 
 def schedule_result():

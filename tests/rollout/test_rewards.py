@@ -16,8 +16,8 @@ TEXTS = ["12", " 13 ", "the answer is 1,300.0", "#### 4 and\n#### 13"]
 
 
 def arguments(**columns):
-    own = {name: [value] * len(TEXTS) for name, value in columns.items()}
-    return {"prompts": ["p"] * 4, "completions": TEXTS, "completion_ids": [[1], [1, 2], [1] * 3, [1] * 4], **own}
+    lists = {name: [value] * len(TEXTS) for name, value in columns.items()}
+    return {"prompts": ["p"] * 4, "completions": TEXTS, "completion_ids": [[1], [1, 2], [1] * 3, [1] * 4], **lists}
 
 
 def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
@@ -63,7 +63,7 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("places", "words"),
+    ("specs", "words"),
     [
         (["exact"], "one of exact_match"),
         (["none.py:f"], "the Python file 'none.py' does not exist"),
@@ -73,9 +73,9 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
         (["length", "length"], "different names"),
     ],
 )
-def test_missing_functions_are_reported(places, words):
+def test_missing_functions_are_reported(specs, words):
     with pytest.raises(UserError, match=words):
-        load_reward_functions(places, None)
+        load_reward_functions(specs, None)
 
 
 def hangs(completions):

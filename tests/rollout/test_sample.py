@@ -11,10 +11,10 @@ from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncat
 
 STOP = (3, 7, 11, 30)
 PROMPTS = [Prompt(4, [5, 7, 9], STOP), Prompt(9, list(range(1, 12)), STOP), Prompt(2, [60], STOP)]
-DRAWN = RolloutSamplingParams(num_generations=3, max_completion_length=12, temperature=0.8, seed=3, step=2)
+SAMPLING = RolloutSamplingParams(num_generations=3, max_completion_length=12, temperature=0.8, seed=3, step=2)
 
 
-def completed(model, prompts, sampling=DRAWN):
+def completed(model, prompts, sampling=SAMPLING):
     found = {}
     sample(model, prompts, sampling, lambda i, made: found.__setitem__(prompts[i].number, made))
     return found
@@ -31,7 +31,7 @@ def test_a_completion_is_the_same_in_any_batch():
         assert alone.tokens == made.tokens and alone.stopped == made.stopped
         for tokens, stopped in zip(made.tokens, made.stopped, strict=True):
             assert stopped == (tokens[-1] in STOP) and not set(STOP) & set(tokens[:-1])
-            assert stopped or len(tokens) == DRAWN.max_completion_length
+            assert stopped or len(tokens) == SAMPLING.max_completion_length
     assert len({tuple(tokens) for made in together.values() for tokens in made.tokens}) > 6
 
 
@@ -62,7 +62,7 @@ def test_steps_and_seeds_draw_others():
     model = packed_model()
     usual = completed(model, PROMPTS[:1])[4].tokens
     for change in ({"step": 3}, {"seed": 4}):
-        assert completed(model, PROMPTS[:1], RolloutSamplingParams(**(vars(DRAWN) | change)))[4].tokens != usual
+        assert completed(model, PROMPTS[:1], RolloutSamplingParams(**(vars(SAMPLING) | change)))[4].tokens != usual
 
 
 def test_greedy_is_transformers_own():

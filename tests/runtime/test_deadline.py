@@ -7,21 +7,21 @@ from odc_mpi.runtime.deadline import Watchdog
 
 
 class Calls:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
+    def __init__(self):
+        self.seen = []
         self.called = threading.Event()
 
-    def __call__(self, what: str, waited_s: float) -> float:
+    def __call__(self, what, waited_s):
         self.seen.append(what)
         self.called.set()
         return 0.0
 
 
-def test_a_deadline_is_extended_as_long_as_the_callback_says() -> None:
-    waited: list[float] = []
+def test_a_deadline_is_extended_as_long_as_the_callback_says():
+    waited = []
     is_over = threading.Event()
 
-    def on_expiry(wait: str, waited_s: float) -> float:
+    def on_expiry(wait, waited_s):
         waited.append(waited_s)
         if len(waited) < 3:
             return 0.1
@@ -36,7 +36,7 @@ def test_a_deadline_is_extended_as_long_as_the_callback_says() -> None:
     assert len(waited) == 3 and all(seconds > 0.1 * i for i, seconds in enumerate(waited, start=1))
 
 
-def test_a_wait_that_ended_is_forgotten() -> None:
+def test_a_wait_that_ended_is_forgotten():
     calls = Calls()
     watchdog = Watchdog(0.3, calls)
     for _ in range(6):
@@ -49,11 +49,11 @@ def test_a_wait_that_ended_is_forgotten() -> None:
     watchdog.close()
 
 
-def test_of_nested_waits_the_late_one_is_named() -> None:
+def test_of_nested_waits_the_late_one_is_named():
     calls, deadline = Calls(), time.monotonic() + 10.0
     watchdog = Watchdog(1.0, calls)
 
-    def busy() -> None:
+    def busy():
         while not calls.called.is_set() and time.monotonic() < deadline:
             with watchdog.watch("inner"):
                 calls.called.wait(0.002)
@@ -68,7 +68,7 @@ def test_of_nested_waits_the_late_one_is_named() -> None:
     assert calls.seen == ["stuck"] and watchdog._waits == {}
 
 
-def test_a_closed_one_is_silent() -> None:
+def test_a_closed_one_is_silent():
     calls = Calls()
     watchdog = Watchdog(0.2, calls)
     watchdog.close()
@@ -80,8 +80,8 @@ def test_a_closed_one_is_silent() -> None:
     assert calls.seen == []
 
 
-def test_heartbeats_continue_while_it_waits_and_while_not() -> None:
-    polls: list[float] = []
+def test_heartbeats_continue_while_it_waits_and_while_not():
+    polls = []
     watchdog = Watchdog(0.5, Calls(), lambda: polls.append(time.monotonic()))
     time.sleep(0.4)
     with watchdog.watch("short"):

@@ -18,17 +18,17 @@ SYNCHRONIZING = "synchronizing at gradients_complete"
 HOSTS = [f"host{rank // 2}" for rank in range(40)]
 
 
-def at(num_collectives: int, what: str = SYNCHRONIZING, **others: object) -> Status:
-    return replace(Status(what, num_collectives=num_collectives, published_at=100.0), **others)  # type: ignore[arg-type]
+def at(num_collectives, what=SYNCHRONIZING, **others):
+    return replace(Status(what, num_collectives=num_collectives, published_at=100.0), **others)
 
 
-def test_ranks_without_heartbeat_are_late_and_named_first() -> None:
+def test_ranks_without_heartbeat_are_late_and_named_first():
     busy, no_heartbeat = at(6, "x", published_at=90.0), at(7, heartbeat_missing=True, published_at=95.0)
     peers = {0: busy, 1: no_heartbeat, 2: at(7), 3: at(6, "y", published_at=80.0), 5: None}
     assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), peers) == [1, 3, 0]
 
 
-def test_a_rank_that_did_not_answer_is_named_but_not_called_late() -> None:
+def test_a_rank_that_did_not_answer_is_named_but_not_called_late():
     wait, late = PendingWait(SYNCHRONIZING, collective=7), at(6, "x", published_at=99.0)
     said = format_late_ranks(wait, {0: late, 1: at(7), 5: None}, HOSTS, now=100.0)
     assert said == "late is rank 0 on host0, which was last seen 1.0 s ago, x; rank 5 on host2 did not answer"
@@ -40,18 +40,18 @@ def test_a_rank_that_did_not_answer_is_named_but_not_called_late() -> None:
         assert said.endswith(f"{last}; and {40 - MAX_LISTED} more")
 
 
-def test_who_leaves_is_late_elsewhere_but_not_where_all_leave() -> None:
+def test_who_leaves_is_late_elsewhere_but_not_where_all_leave():
     finalizing_status = at(7, "leaving", finalizing=True)
     assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), {1: finalizing_status, 2: at(7)}) == [1]
     assert late_ranks(PendingWait("leaving", collective=7), {1: finalizing_status, 2: at(6)}) == [2]
 
 
-def test_a_fetch_waits_for_its_owners_only() -> None:
+def test_a_fetch_waits_for_its_owners_only():
     peers = {0: at(3), 1: at(3, published_at=50.0), 2: None, 3: at(3)}
     assert late_ranks(PendingWait("fetching unit x", owners=(0, 1)), peers) == [1, 0]
 
 
-def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> None:
+def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody():
     alive = {0: at(3), 1: at(3, published_at=50.0)}
     assert late_ranks(PendingWait("closing"), alive) == [1, 0]
     assert late_ranks(PendingWait("closing"), {**alive, 2: None, 3: at(3, heartbeat_missing=True)}) == [2, 3]
@@ -69,14 +69,12 @@ def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> 
     ],
     ids=["one reports", "the one that reported first counts", "one is silent", "no answer", "clock ahead", "none late"],
 )
-def test_a_rank_is_late_if_it_has_reported_nothing_for_the_limit(
-    peers: dict[int, Status | None], seconds: float
-) -> None:
+def test_a_rank_is_late_if_it_has_reported_nothing_for_the_limit(peers, seconds):
     wait = PendingWait(SYNCHRONIZING, collective=7)
     assert seconds_until_late(wait, peers, now=100.0, limit_s=60.0) == seconds
 
 
-def test_ranks_missing_from_a_collective_of_some_are_late() -> None:
+def test_ranks_missing_from_a_collective_of_some_are_late():
     there, busy = at(3, "gathering from all ranks"), at(5, "forward of unit x")
     peers = {0: busy, 2: there, 3: busy, 4: there}
     assert late_ranks(PendingWait("gathering from all ranks", among=(1, 2, 3)), peers) == [3]
@@ -85,7 +83,7 @@ def test_ranks_missing_from_a_collective_of_some_are_late() -> None:
     )
 
 
-def test_no_rank_is_blamed_if_all_have_arrived() -> None:
+def test_no_rank_is_blamed_if_all_have_arrived():
     long = PendingWait("ä" * 500, collective=7)
     said = format_late_ranks(long, {1: at(7, "ä" * 100)}, HOSTS, now=100.0)
     assert said == "all ranks have arrived there; the network or the MPI library is stuck"
@@ -102,12 +100,12 @@ def test_no_rank_is_blamed_if_all_have_arrived() -> None:
     ],
     ids=["unanswered", "left", "left and silent", "silent", "clock ahead"],
 )
-def test_description_of_a_rank(status: Status | None, said: str) -> None:
+def test_description_of_a_rank(status, said):
     assert format_status(3, "hostB", status, now=105.0) == f"rank 3 on hostB, {said}"
 
 
-def test_a_heartbeat_is_missing_if_two_readings_are_equal() -> None:
-    first: dict[int, Status | None] = dict.fromkeys(range(5), at(6, heartbeat_number=4)) | {3: None}
+def test_a_heartbeat_is_missing_if_two_readings_are_equal():
+    first = dict.fromkeys(range(5), at(6, heartbeat_number=4)) | {3: None}
     second = {
         0: at(7, heartbeat_number=5),
         1: at(6, heartbeat_number=4),
@@ -121,7 +119,7 @@ def test_a_heartbeat_is_missing_if_two_readings_are_equal() -> None:
     assert seen[0] is not None and seen[0].num_collectives == 6, "what a rank did when the deadline passed counts"
 
 
-def test_who_waits_for_one_that_leaves_is_stranded() -> None:
+def test_who_waits_for_one_that_leaves_is_stranded():
     peers = {
         0: at(7),
         1: at(6, "forward of unit x"),

@@ -3,10 +3,10 @@ import threading
 from odc_mpi.runtime.job import Progress
 
 
-def test_all_tasks_run_and_return_if_any_made_progress() -> None:
+def test_all_tasks_run_and_return_if_any_made_progress():
     progress, calls = Progress(), []
 
-    def task(name: str, found: bool) -> bool:
+    def task(name, found):
         calls.append(name)
         return found
 
@@ -19,10 +19,10 @@ def test_all_tasks_run_and_return_if_any_made_progress() -> None:
     assert not progress.run_tasks() and calls[2:] == ["second"]
 
 
-def test_one_thread_at_a_time_and_none_after_removal() -> None:
+def test_one_thread_at_a_time_and_none_after_removal():
     progress, begun, go_on = Progress(), threading.Event(), threading.Event()
 
-    def task() -> bool:
+    def task():
         begun.set()
         return go_on.wait(10)
 

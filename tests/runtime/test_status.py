@@ -1,13 +1,10 @@
 import threading
 import time
-from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from odc_mpi.runtime import status as status_module
-from odc_mpi.runtime.lateness import Status
 from odc_mpi.runtime.status import (
     MAX_REQUESTS,
     MAX_TEXT_BYTES,
@@ -21,22 +18,22 @@ from odc_mpi.runtime.status import (
 
 
 @pytest.fixture
-def memory() -> bytearray:
+def memory():
     return bytearray(PAGE_BYTES)
 
 
 @pytest.fixture
-def page(memory: bytearray) -> StatusPage:
+def page(memory):
     return StatusPage(memoryview(memory))
 
 
-def read(memory: bytearray) -> Status:
+def read(memory):
     status = read_page(bytes(memory))
     assert status is not None
     return status
 
 
-def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytearray) -> None:
+def test_a_sign_of_life_changes_only_the_number(page, memory):
     page.write("forward of unit x", 3)
     output = read(memory)
     page.heartbeat()
@@ -50,7 +47,7 @@ def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytear
 
 
 @pytest.mark.parametrize("pad", range(4))
-def test_a_long_text_is_cut_between_characters(page: StatusPage, memory: bytearray, pad: int) -> None:
+def test_a_long_text_is_cut_between_characters(page, memory, pad):
     text = "x" * pad + "\N{ROCKET}" * 200
     page.write(text)
     what = read(memory).what
@@ -58,10 +55,8 @@ def test_a_long_text_is_cut_between_characters(page: StatusPage, memory: bytearr
     assert MAX_TEXT_BYTES - 4 < len(what.encode()) <= MAX_TEXT_BYTES
 
 
-@pytest.mark.parametrize("cut", range(1, 100, 7))
-def test_a_writer_that_is_stopped_within_a_slot_leaves_the_one_before(
-    page: StatusPage, memory: bytearray, cut: int
-) -> None:
+@pytest.mark.parametrize("num_new_bytes", range(1, 100, 7))
+def test_a_writer_that_is_stopped_within_a_slot_leaves_the_one_before(page, memory, num_new_bytes):
     """As much of the next record as was stored when the process was stopped."""
     for number in range(4):
         page.write(f"forward of unit layers.{number}, which has a rather long name to be cut in its middle", number)
@@ -69,14 +64,14 @@ def test_a_writer_that_is_stopped_within_a_slot_leaves_the_one_before(
     page.write("backward of unit layers.4, which has another long name to be cut at any place in it", 4)
     after = bytes(memory)
     start = 0 if before[:SLOT_BYTES] != after[:SLOT_BYTES] else SLOT_BYTES
-    torn = before[:start] + after[start : start + cut] + before[start + cut :]
+    torn = before[:start] + after[start : start + num_new_bytes] + before[start + num_new_bytes :]
     status = read_page(torn)
     assert status is not None and status.microbatch == 3
     status = read_page(after)
     assert status is not None and status.microbatch == 4
 
 
-def test_two_torn_slots_have_no_status(page: StatusPage, memory: bytearray) -> None:
+def test_two_torn_slots_have_no_status(page, memory):
     for number in range(2):
         page.write(f"number {number}")
     for slot in (0, SLOT_BYTES):
@@ -84,10 +79,10 @@ def test_two_torn_slots_have_no_status(page: StatusPage, memory: bytearray) -> N
     assert read_page(bytes(memory)) is None
 
 
-def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> None:
+def test_threads_write_complete_records(page, memory):
     stop = threading.Event()
 
-    def write(thread: int) -> None:
+    def write(thread):
         while not stop.is_set():
             page.write(f"{thread} " * 20, thread)
 
@@ -104,7 +99,7 @@ def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> 
     assert page._number == read(memory).heartbeat_number
 
 
-def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> None:
+def test_a_detached_page_writes_nowhere(page, memory):
     page.write("before")
     page.detach()
     page.write("after")
@@ -114,24 +109,24 @@ def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> 
 class Pages:
     """The pages of many ranks, some of which are silent. The requests that are answered need two tests."""
 
-    def __init__(self, not_answering: Collection[int] = ()) -> None:
+    def __init__(self, not_answering=()):
         self.not_answering = set(not_answering)
-        self.incomplete: set[int] = set()
+        self.incomplete = set()
         self.largest = 0
 
-    def start(self, page: np.ndarray, rank: int) -> "Request":
+    def start(self, page, rank):
         assert rank not in self.incomplete, "a second request beside one that is incomplete"
         self.incomplete.add(rank)
         self.largest = max(self.largest, len(self.incomplete))
-        StatusPage(memoryview(page)).write(f"forward of unit {rank}")  # type: ignore[arg-type]
+        StatusPage(memoryview(page)).write(f"forward of unit {rank}")
         return Request(self, rank)
 
 
 class Request:
-    def __init__(self, pages: Pages, rank: int) -> None:
+    def __init__(self, pages, rank):
         self.pages, self.rank, self.tests = pages, rank, 0
 
-    def Test(self) -> bool:  # noqa: N802 - the name in MPI
+    def Test(self):  # noqa: N802 - the name in MPI
         self.tests += 1
         if self.tests < 2 or self.rank in self.pages.not_answering:
             return False
@@ -139,17 +134,17 @@ class Request:
         return True
 
 
-def read_all(reader: PageReader, ranks: Iterable[int]) -> dict[int, Status | None]:
-    status: dict[int, Status | None] = dict.fromkeys(ranks)
+def read_all(reader, ranks):
+    status = dict.fromkeys(ranks)
     reader.read(status, time.monotonic() + 20.0)
     return status
 
 
-def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_flight_are_bounded(monkeypatch):
     """Also over several readings, since a request to a silent rank stays incomplete."""
     monkeypatch.setattr(status_module, "READ_GRACE_S", 0.3)
     pages = Pages(not_answering=range(7, 1024, 40))
-    reader = PageReader(pages.start)  # type: ignore[arg-type]
+    reader = PageReader(pages.start)
     for _ in range(3):
         status = read_all(reader, range(1024))
         assert {rank for rank, found in status.items() if found is None} == pages.not_answering
@@ -159,14 +154,14 @@ def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert None not in read_all(reader, range(1024)).values(), "a rank that answers late is read the next time"
 
 
-def test_if_too_many_ranks_are_silent_the_reading_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_too_many_ranks_are_silent_the_reading_ends(monkeypatch):
     monkeypatch.setattr(status_module, "READ_GRACE_S", 0.1)
-    reader = PageReader(Pages(not_answering=range(100)).start)  # type: ignore[arg-type]
+    reader = PageReader(Pages(not_answering=range(100)).start)
     assert set(read_all(reader, range(300)).values()) == {None}
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 1024])
-def test_a_rank_reads_few_others(size: int) -> None:
+def test_a_rank_reads_few_others(size):
     nearby = {rank: nearby_ranks(rank, size) for rank in range(size)}
     for rank, others in nearby.items():
         assert rank not in others and len(set(others)) == len(others) == min(size - 1, MAX_REQUESTS)

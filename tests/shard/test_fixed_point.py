@@ -25,14 +25,14 @@ def split(gradient: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 def run(ranks: list[FixedPointGradients], dealt: list[list[torch.Tensor]]) -> tuple[torch.Tensor, bool]:
     """One minibatch: each rank pushes its gradients, the last two of them as one local sum."""
     window, output = torch.zeros(NUMEL, dtype=torch.int64), []
-    for rank, own in zip(ranks, dealt, strict=True):
+    for rank, of_rank in zip(ranks, dealt, strict=True):
         rank.start()
-        for gradient in own[:-2]:
+        for gradient in of_rank[:-2]:
             flat = torch.full((NUMEL,), 7)
             rank.write_flat(3, split(gradient), flat)
             window += flat
         local_sum = torch.zeros(NUMEL, dtype=torch.int64)
-        for gradient in own[-2:]:
+        for gradient in of_rank[-2:]:
             rank.accumulate(3, split(gradient), local_sum)
         rank.note_push(3, local_sum)
         window += local_sum
@@ -121,10 +121,10 @@ def test_the_norm_does_not_depend_on_the_cut(divisor: float) -> None:
         (rank,) = new(1)
         window, _ = run([rank], [steps])
         rank.note_scaling(divisor)
-        own = rank.to_gradients(3, window, torch.empty(0)).div_(divisor)
-        norms.append(rank.norm(sum(rank.sum_of_squares({3: [part]}) for part in own.split(cut))))
+        total = rank.to_gradients(3, window, torch.empty(0)).div_(divisor)
+        norms.append(rank.norm(sum(rank.sum_of_squares({3: [part]}) for part in total.split(cut))))
     assert len(set(norms)) == 1
-    assert norms[0] == pytest.approx(float(own.double().norm()), rel=1e-14)
+    assert norms[0] == pytest.approx(float(total.double().norm()), rel=1e-14)
 
 
 def test_arrays_without_gradients_do_not_change() -> None:

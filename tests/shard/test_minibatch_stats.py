@@ -13,7 +13,9 @@ def test_all_know_which_parameters_any_rank_pushed(size: int, num_parameters: in
     for rank, minibatch in enumerate(ranks):
         minibatch.local["loss"] += rank + 0.5
         minibatch.local["count"] += 1
-    reports = np.stack([ranks[rank].report(np.array([0.25, rank]), own.tolist()) for rank, own in enumerate(pushed)])
+    reports = np.stack(
+        [ranks[rank].report(np.array([0.25, rank]), of_rank.tolist()) for rank, of_rank in enumerate(pushed)]
+    )
     assert reports.dtype == np.float64
     for minibatch in ranks:
         minibatch.receive_reports(reports)

@@ -118,10 +118,10 @@ def test_an_optimizer_steps_between_complete_gradients_and_publication_only(
 def test_an_optimizer_over_the_module_s_parameters_is_refused(
     transport: RecordingTransport, given: str, module: nn.Module
 ) -> None:
-    own = copy.deepcopy(module)
-    early = optim.AdamW(own.parameters())
-    model = ShardedModel(own, transport, units=[Layer])
-    mixed = [*model.shard_parameters(), next(iter(own.parameters()))]
+    copied = copy.deepcopy(module)
+    early = optim.AdamW(copied.parameters())
+    model = ShardedModel(copied, transport, units=[Layer])
+    mixed = [*model.shard_parameters(), next(iter(copied.parameters()))]
     optimizer = {
         "placeholders": optim.AdamW(model.module.parameters()),
         "originals": early,
@@ -341,9 +341,9 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
     reads = run_ranks(size, work)
     names = [name for name, _, _ in reads[0]]
     assert sorted(names) == sorted(numels)
-    assert all([name for name, _, _ in own] == names for own in reads)
+    assert all([name for name, _, _ in of_rank] == names for of_rank in reads)
     for i, name in enumerate(names):
-        assert [k for own in reads for k in range(*own[i][1:])] == list(range(numels[name]))
+        assert [k for of_rank in reads for k in range(*of_rank[i][1:])] == list(range(numels[name]))
 
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -358,9 +358,11 @@ def test_the_optimizer_sees_fp32_at_least(transport: RecordingTransport, param_d
         full, value = state[slice_.spec.name], drawn.values[slice_.spec.name]
         assert full.dtype == param_dtype and torch.equal(full, value.to(param_dtype))
         # The master keeps what the window has no bits for.
-        own = master if slice_.spec.requires_grad else param_dtype
-        assert tensor.dtype == own and torch.equal(tensor, value.flatten()[slice_.start : slice_.stop].to(own))
-        assert (tensor.untyped_storage().data_ptr() in windows) is (own == param_dtype)
+        expected_dtype = master if slice_.spec.requires_grad else param_dtype
+        assert tensor.dtype == expected_dtype and torch.equal(
+            tensor, value.flatten()[slice_.start : slice_.stop].to(expected_dtype)
+        )
+        assert (tensor.untyped_storage().data_ptr() in windows) is (expected_dtype == param_dtype)
 
 
 def with_parameter(parameter: torch.Tensor) -> nn.Module:
@@ -421,14 +423,14 @@ def test_the_state_is_the_plain_module_s(size: int, tied: bool) -> None:
 
 
 def test_one_rank_alone_may_ask_for_the_state() -> None:
-    module, asked = stack(), threading.Event()
+    module, requested = stack(), threading.Event()
 
     def work(transport: RecordingTransport) -> None:
         model = shard(module, transport)
         if transport.group.rank == 1:
             assert_same_state(model.state_dict(), module.state_dict(), 0.0)
-            asked.set()
-        assert asked.wait(10.0)
+            requested.set()
+        assert requested.wait(10.0)
 
     run_ranks(2, work)
 

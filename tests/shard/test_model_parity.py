@@ -62,8 +62,8 @@ def calling(*per_microbatch: tuple[int, ...]) -> list[list[Batch]]:
         [(0, 1, 2)] * 3,
         [(0, 0, 1, 2), (0, 1, 0, 2), (1, 1, 1, 0)],  # one twice or three times in a forward
         [(0,), (1,), (2,)],  # each by one rank only
-        [(0, 1), (1, 0), (0, 1)],  # one by nobody
-        [(), (), ()],  # all by nobody
+        [(0, 1), (1, 0), (0, 1)],  # one by no rank
+        [(), (), ()],  # all by no rank
         [(2, 1, 0), (), (1, 2, 1)],
     ],
     ids=["all", "repeated", "one_rank", "never", "none", "mixed"],
@@ -288,7 +288,7 @@ class Rotate(nn.Module):
         return torch.view_as_real(y * turn).flatten(-2)
 
 
-ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
+TOY_MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "conv": (Image, (2, 2, 5, 5), [nn.Conv2d, nn.BatchNorm2d]),
     "channels_last": (lambda: Image(channels_last=True), (2, 2, 5, 5), [nn.Conv2d]),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), (2, 5, WIDTH), [nn.LSTM]),
@@ -324,9 +324,9 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
 @pytest.mark.parametrize(
     ("size", "activation_checkpointing"), [(1, False), (2, True), (3, False)], ids=["1", "2r", "3"]
 )
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", TOY_MODULES)
 def test_zoo(name: str, size: int, activation_checkpointing: bool) -> None:
-    make, shape, units = ZOO[name]
+    make, shape, units = TOY_MODULES[name]
     # Recomputing a BatchNorm counts its input twice, with plain torch too.
     with_buffers = size == 1 and not activation_checkpointing
     check_parity(

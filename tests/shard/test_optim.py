@@ -106,7 +106,7 @@ def test_clipping_is_that_of_torch(size: int, max_norm: float) -> None:
     assert len({returned for returned, _ in ranks}) == 1
     assert ranks[0][0] == pytest.approx(norm, rel=1e-12)
     for name, gradient in expected.items():
-        torch.testing.assert_close(torch.cat([own[name] for _, own in ranks if name in own]), gradient)
+        torch.testing.assert_close(torch.cat([of_rank[name] for _, of_rank in ranks if name in of_rank]), gradient)
 
 
 @pytest.mark.parametrize("size", [1, 2])

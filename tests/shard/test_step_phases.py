@@ -15,7 +15,7 @@ def test_seconds_add_up_whether_spans_are_kept_or_not():
     spans = SpanRecorder()
     began = time.perf_counter() - 2.0
     spans.add("fetch", began)
-    assert spans.drain() == [], "nobody asked for them"
+    assert spans.drain() == [], "not recorded unless enabled"
     spans.start_recording()
     spans.add("fetch", began)
     spans.add("gradients_complete", began + 1.0)
@@ -84,16 +84,16 @@ def test_units_and_microbatches_are_published() -> None:
                     model(INPUT).sum().backward()
             model.publish()
 
-    said = run(work)
+    activities = run(work)
     for microbatch in (1, 2):
-        own = [what for number, what in said if number == microbatch and "fetching" not in what]
+        in_microbatch = [what for number, what in activities if number == microbatch and "fetching" not in what]
         layers = [f"layers.{i}" for i in range(4)]
         forwards = [f"forward of unit {name}" for name in ("(root)", *layers)]
         backwards = [f"backward of unit {name}" for name in ("(root)", *layers[::-1], "(root)")]
-        assert own == forwards + backwards
-    fetched = [what for number, what in said if number == 1 and what.startswith("fetching")]
+        assert in_microbatch == forwards + backwards
+    fetched = [what for number, what in activities if number == 1 and what.startswith("fetching")]
     assert fetched[:3] == ["fetching unit (root)", "fetching unit layers.0", "fetching unit layers.1"]
-    assert {number for number, _ in said} == {1, 2}
+    assert {number for number, _ in activities} == {1, 2}
 
 
 def test_the_same_status_is_not_published_twice() -> None:

@@ -79,11 +79,11 @@ class Cluster:
         return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
     def _environment(self, changes):
-        own = {
+        variables = {
             name: value for name, value in environment(**SPINNING).items() if not name.startswith(("SLURM", "SBATCH"))
         }
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # odc-mpi and mpiexec of this environment
-        return own | {"SLURM_CONF": "/run/slurm/slurm.conf", "SLURM_MPI_TYPE": srun_mpi(), "PATH": path} | changes
+        return variables | {"SLURM_CONF": "/run/slurm/slurm.conf", "SLURM_MPI_TYPE": srun_mpi(), "PATH": path} | changes
 
     def show(self, job):
         """Return the fields of `scontrol show job`."""
@@ -93,8 +93,8 @@ class Cluster:
     def wait(self, job, timeout_s=90, states=frozenset(ENDED)):
         """Wait until a job is in one of some states; return what is known of it."""
         deadline = time.monotonic() + timeout_s
-        while (facts := self.show(job)).get("JobState") not in states:
+        while (fields := self.show(job)).get("JobState") not in states:
             if time.monotonic() > deadline:
-                raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {facts}")
+                raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {fields}")
             time.sleep(0.5)
-        return facts
+        return fields

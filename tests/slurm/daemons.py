@@ -108,10 +108,12 @@ def start_slurm():
     Path(SCRATCH).mkdir()
     for name in NODES:
         # Both would find each other's PMIx server and shared memory; so each gets mounts of its own.
-        own = (
+        settings = (
             f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs {SCRATCH}; export TMPDIR={SCRATCH};"
         )
-        subprocess.Popen(["unshare", "--mount", "--uts", "sh", "-c", f"{own} exec slurmd -D -N {name} 2> /dev/null"])
+        subprocess.Popen(
+            ["unshare", "--mount", "--uts", "sh", "-c", f"{settings} exec slurmd -D -N {name} 2> /dev/null"]
+        )
     wait_until(lambda: idle_nodes() == len(NODES), "Slurm")
 
 

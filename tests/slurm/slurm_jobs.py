@@ -51,9 +51,9 @@ class Directory:
 
     def finish(self, job, state="COMPLETED", timeout_s=LIMIT_S):
         """Wait for the end of a job, which has to be this one; return its output."""
-        facts = self.cluster.wait(job, timeout_s)
+        fields = self.cluster.wait(job, timeout_s)
         output = "".join(path.read_text() for path in self.path.glob(f"*-{job}.out"))
-        assert facts["JobState"] == state, f"{facts}\n{output}"
+        assert fields["JobState"] == state, f"{fields}\n{output}"
         return output
 
     def steps(self, run="run"):

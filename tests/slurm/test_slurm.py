@@ -160,7 +160,7 @@ def test_a_stopped_job_continues_by_itself(place, jobs):
     after = int(saved.group(1))
     assert 10 <= after < STEPS
     assert f"resuming from step {after}:" in output
-    assert place.summary("stopped")["slurm_restarts"] == 2, "once for being told at its start"
+    assert place.summary("stopped")["slurm_restarts"] == 2, "once for the signal at its start"
     assert f"Slurm job {jobs['stopped']}, start 3" in output
     place.finish(jobs["rendered"])
     assert place.losses("stopped") == pytest.approx(place.losses("rendered"), rel=1e-5)

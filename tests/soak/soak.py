@@ -35,7 +35,7 @@ MAX_NUMEL = 200_000
 MAX_PUSHES = 4
 #: Limit of a minibatch, for each rank.
 MAX_MICROBATCHES = 3
-BALANCES = ("by turns", "all by one rank", "tickets")
+DISTRIBUTIONS = ("by turns", "all by one rank", "tickets")
 SMALLEST_RING = 256
 
 
@@ -49,7 +49,7 @@ class Life:
         self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
         self.dtype = [torch.float32, torch.float64, torch.int64][rng.integers(3)]
         self.num_checked = 0
-        self.balance = BALANCES[rng.integers(len(BALANCES))]
+        self.distribution = DISTRIBUTIONS[rng.integers(len(DISTRIBUTIONS))]
         # From a 64th of all gradients to more than is of use.
         mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         settings = {"zero_copy": bool(rng.integers(2)), "reduction": reduction, "mailbox_bytes": mailbox_bytes}
@@ -59,7 +59,7 @@ class Life:
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in specs])
         self.name = (
             f"{reduction}, {mailbox_bytes if reduction == 'mailbox' else 0} bytes, {self.sizes}, "
-            f"thread {self.has_thread}, microbatches: {self.balance}"
+            f"thread {self.has_thread}, microbatches: {self.distribution}"
         )
 
     @contextmanager
@@ -82,11 +82,11 @@ class Life:
     def num_microbatches(self, minibatch):
         return int(np.random.default_rng([*self.seed, minibatch]).integers(MAX_MICROBATCHES * self.world.size + 1))
 
-    def own(self, minibatch):
+    def microbatches_of_rank(self, minibatch):
         count, size = self.num_microbatches(minibatch), self.world.size
-        if self.balance == "tickets":
+        if self.distribution == "tickets":
             return self.tickets.draw(count)
-        if self.balance == "by turns":
+        if self.distribution == "by turns":
             return range(self.world.rank, count, size)
         return range(count if minibatch % size == self.world.rank else 0)
 
@@ -103,16 +103,20 @@ class Life:
 
     def minibatch(self, minibatch):
         """Push, fetch, pass A, check, pass B."""
-        whims = np.random.default_rng()  # nobody else needs to know when this rank sleeps and what it fetches
+        local_rng = (
+            np.random.default_rng()
+        )  # no other rank needs to know when this rank sleeps and which arrays it fetches
         on_the_way = []
-        for index, start, values in (push for own in self.own(minibatch) for push in self.pushes(minibatch, own)):
+        for index, start, values in (
+            push for microbatch in self.microbatches_of_rank(minibatch) for push in self.pushes(minibatch, microbatch)
+        ):
             gradient = torch.from_numpy(values).to(self.dtype)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
-            time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
-            if len(on_the_way) > whims.integers(4):
-                pending, gradient = on_the_way.pop(whims.integers(len(on_the_way)))
+            time.sleep(local_rng.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
+            if len(on_the_way) > local_rng.integers(4):
+                pending, gradient = on_the_way.pop(local_rng.integers(len(on_the_way)))
                 pending.wait()
-            index = int(whims.integers(len(self.sizes)))
+            index = int(local_rng.integers(len(self.sizes)))
             fetched = self.transport.parameters.fetch(index).wait()
             assert torch.equal(fetched, self.parameters(index, minibatch)), f"parameters of {self.name}"
             self.transport.parameters.release(fetched)
@@ -131,10 +135,10 @@ class Life:
                 wanted[index][start : start + values.size] += values
         for index, layout in enumerate(self.transport.parameters.layouts):
             start, stop = layout.owned(self.world.rank)
-            own = self.transport.gradients.shard(index)
-            assert np.array_equal(own[: stop - start].numpy(), wanted[index][start:stop]), f"sums of {self.name}"
-            assert not own[stop - start :].any(), f"padding of {self.name}"
-            own.zero_()
+            shard = self.transport.gradients.shard(index)
+            assert np.array_equal(shard[: stop - start].numpy(), wanted[index][start:stop]), f"sums of {self.name}"
+            assert not shard[stop - start :].any(), f"padding of {self.name}"
+            shard.zero_()
             self.num_checked += stop - start
 
     def publish(self, minibatch):
@@ -145,7 +149,7 @@ class Life:
 
 
 def soak(world, num_minibatches, seed, reductions):
-    """Run lives for so many minibatches, with the reductions by turns; return how many values were checked."""
+    """Run lives for `num_minibatches` minibatches, alternating the reductions; return the number of checked values."""
     num_done = num_checked = 0
     tickets = Tickets(world)
     while num_done < num_minibatches:

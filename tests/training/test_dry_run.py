@@ -69,8 +69,8 @@ def test_shards_and_states_are_divided_among_ranks_and_caches_are_bounded_by_the
     assert half["gradient cache"] == pytest.approx(4 * numel, rel=0.02) and "gradient cache" not in whole
     uncached, _ = sizes(MODEL, "--comm.gradient_cache_bytes=0", ranks=2)
     assert "gradient cache" not in uncached and uncached["gradients in transit"] > half["gradients in transit"]
-    apart, _ = sizes(MODEL, ranks=2, per_node=1)
-    assert "of other ranks, mapped" not in apart and apart["parameter cache"] > 0
+    multi_node, _ = sizes(MODEL, ranks=2, per_node=1)
+    assert "of other ranks, mapped" not in multi_node and multi_node["parameter cache"] > 0
     narrow, on_gpu = sizes(MODEL, "--model.param_dtype=bfloat16", "--run.device=cuda", "--optim.device=cuda", ranks=2)
     assert narrow["fp32 masters"] == 2 * narrow["parameters"] == half["parameters"]
     assert {"optimizer", "fp32 masters", "activations", "fetched units", "parameters", "gradients"} < on_gpu

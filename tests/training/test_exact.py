@@ -82,7 +82,7 @@ def test_exponents_come_back_from_a_checkpoint() -> None:
 def test_it_contains_the_processor_and_forced_library_settings(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    own = numerics_fingerprint("cpu")
-    assert own["MKL_CBWR"] == "COMPATIBLE" and own["ONEDNN_MAX_CPU_ISA"] == "not set"
-    assert own["run.threads"] == str(torch.get_num_threads()) and own["torch"] == torch.__version__
-    assert own["processor"] and own["instructions"]
+    fingerprint = numerics_fingerprint("cpu")
+    assert fingerprint["MKL_CBWR"] == "COMPATIBLE" and fingerprint["ONEDNN_MAX_CPU_ISA"] == "not set"
+    assert fingerprint["run.threads"] == str(torch.get_num_threads()) and fingerprint["torch"] == torch.__version__
+    assert fingerprint["processor"] and fingerprint["instructions"]

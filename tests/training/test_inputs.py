@@ -20,6 +20,7 @@ from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files, write_files
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
+from odc_mpi.simulate.scenario import lengths_by_name
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.inputs import initial_cost_model, open_inputs
 from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
@@ -96,6 +97,16 @@ def test_equal_files_are_one_tokenizer_even_if_a_family_adds_tokens_on_loading(t
     check(tmp_path / "same.h5", directory)
     write(tmp_path / "other.h5", 59, 64, vocabulary, files | {"tokenizer.json": b"{}"})
     refused(tmp_path / "other.h5", directory, "with a tokenizer that differs from that in model.path")
+
+
+def test_errors_name_the_setting_of_the_data_set(tmp_path):
+    path = tmp_path / "data.h5"
+    write(path, 59, 60)
+    data = configuration.DataConfig(path=str(path), eval_path=f"{path}.missing", minibatch_sequences=1)
+    with pytest.raises(UserError, match=r"got no file: change data\.eval_path"):
+        open_inputs(configuration.Config(model=configuration.ModelConfig(config=MODEL), data=data), 0, 1)
+    with pytest.raises(UserError, match="got no file: change --lengths"):
+        lengths_by_name(f"{tmp_path}/missing.h5")
 
 
 def test_damaged_data_are_never_replaced_for_code_that_does_not_discard_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Each configuration in jobs/models is valid, and tells its command and its memory."""
+"""Each configuration in jobs/models is valid, and its comments give the command and the memory."""
 
 import json
 import re

@@ -1,6 +1,5 @@
 """No objective makes the host wait for the GPU before the backward pass; skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,12 +20,7 @@ from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig
 from odc_mpi.training.rl.settings import GRPOConfig
 
-
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if not torch.cuda.is_available():
-        required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
-        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def objective_for(name, module):

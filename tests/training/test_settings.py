@@ -183,11 +183,9 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("run: {device: gpu}", 'run.device: expected auto or cpu or cuda, got "gpu"'),
         ("run: {threads: -1}", "run.threads: expected an integer, from 0 to 1024"),
         ("run: {report_to: 1}", "run.report_to: expected a list of names or null, got 1"),
-        (
-            "run: {report_to: [wandb, x]}",
-            "run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb, trackio, "
-            'comet_ml, clearml, swanlab, got ["wandb", "x"]',
-        ),
+        ("run: {report_to: [wandb, x]}",
+         "run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb, trackio, "
+         'comet_ml, clearml, swanlab, got ["wandb", "x"]'),
         ("run: {max_skipped_steps: 0}", "run.max_skipped_steps: expected an integer, 1 or more"),
         ("model: {gradient_checkpointing: 1}", "model.gradient_checkpointing: expected auto or true or false,"),
         ("model: {config: qwen2}", 'model.config: expected a mapping or null, got "qwen2"'),
@@ -217,33 +215,27 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {momentum: 1.5}", "optim.momentum: expected a finite number, 0 or more and below 1"),
         ("optim: {max_grad_norm: -1}", "optim.max_grad_norm: expected a finite number, 0 or more"),
         ("optim: {warmup_steps: -1}", "optim.warmup_steps: expected an integer, 0 or more"),
-        (
-            "- 1\n- 2",
-            "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, islands, optim, run, got "
-            "[1, 2]",
-        ),
+        ("- 1\n- 2",
+         "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, islands, optim, run, got "
+         "[1, 2]"),
         ("#" * ((1 << 20) + 1), "expected a configuration file of at most 1048576 bytes, got more"),
         ("model: {path: m}", "data.path is missing: expected "),
         ("data: {path: d}", "expected model.path or model.config, got neither"),
-        (
-            "data: {path: a b.jsonl.gz}\nmodel: {path: m}",
-            "data.path: expected a data set of odc-mpi prepare, got text: run odc-mpi prepare 'a b.jsonl.gz' --out "
-            "'a b.h5' --tokenizer m, and set data.path to 'a b.h5'",
-        ),
+        ("data: {path: a b.jsonl.gz}\nmodel: {path: m}",
+         "data.path: expected a data set of odc-mpi prepare, got text: run odc-mpi prepare 'a b.jsonl.gz' --out "
+         "'a b.h5' --tokenizer m, and set data.path to 'a b.h5'"),
         ("run: {num_train_epochs: 0}", "run.num_train_epochs: expected a finite number or null, above 0"),
         (MINIMAL + "run: {eval_every: 5}", "run.eval_every requires data.eval_path"),
-        (
-            "data: {path: d, eval_path: e}\nmodel: {path: m}\n"
-            "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
-            "run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 and a "
-            "multiple of run.eval_every, got 6 and 4",
-        ),
+        ("data: {path: d, eval_path: e}\nmodel: {path: m}\n"
+         "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
+         "run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 and a "
+         "multiple of run.eval_every, got 6 and 4"),
         ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "model.config: model_type is missing"),
         (MINIMAL + "lora: {r: 0}", "lora.r: expected an integer or null, 1 or more"),
         (MINIMAL + "lora: {target_modules: q_proj}", "lora.target_modules requires lora.r"),
         (MINIMAL + "lora: {alpha: 16}", "lora.alpha requires lora.r"),
     ],
-)
+)  # fmt: skip
 def test_user_errors_in_a_file(write, text, expected):
     assert message(write(text)).startswith(f"job.yaml: {expected}")
 
@@ -284,12 +276,10 @@ def test_files_that_are_not_yaml(write, text, line, reason):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            ["--run.stepz", "3", "--per-device-train-batch-size", "2", "--save_step", "2"],
-            "command line: unknown setting run.stepz: did you mean run.steps?; per-device-train-batch-size: set data."
-            "minibatch_sequences, the sequences per step on all ranks together; unknown setting save_step: did you "
-            "mean run.checkpoint_every?",
-        ),
+        (["--run.stepz", "3", "--per-device-train-batch-size", "2", "--save_step", "2"],
+         "command line: unknown setting run.stepz: did you mean run.steps?; per-device-train-batch-size: set data."
+         "minibatch_sequences, the sequences per step on all ranks together; unknown setting save_step: did you "
+         "mean run.checkpoint_every?"),
         (["--optim.weight_decay", "-1e-3"], "command line: optim.weight_decay: expected a finite number, 0 or more"),
         (["--run.steps"], "command line: --run.steps expected an integer after it, got nothing"),
         (["--run.steps", "--run.dir", "x"], "command line: --run.steps expected an integer after it, got nothing"),
@@ -301,10 +291,8 @@ def test_files_that_are_not_yaml(write, text, line, reason):
         (["--model.config.a"], "command line: --model.config.a expected a value after it, got nothing"),
         (["--model.config.a=1", "--model.config.a.b=1"], "command line: --model.config.a.b: expected model.config.a"),
         (["--islands.by", "0"], "command line: islands.by: expected off or node or an integer, 1 or more, got 0"),
-        (
-            ["--islands.by", "node", "--run.objective", "grpo", "--data.path", "p.jsonl", "--rl.reward_funcs", "f"],
-            "run.objective: expected sft, dpo or reward with islands.by, got grpo: completions are",
-        ),
+        (["--islands.by", "node", "--run.objective", "grpo", "--data.path", "p.jsonl", "--rl.reward_funcs", "f"],
+         "run.objective: expected sft, dpo or reward with islands.by, got grpo: completions are"),
         (["--islands.by=2", "--data.context_parallel=auto"], "data.context_parallel: expected off with isl"),
         (["--islands.mode=outer"], "islands.mode: outer requires islands, got none: set islands.by"),
         ([*OUTER, "--islands.fragments=4"], "islands.fragments: expected a divisor of islands.sync_every, 30, got 4"),
@@ -338,7 +326,7 @@ def test_files_that_are_not_yaml(write, text, line, reason):
             ]
         ),
     ],
-)
+)  # fmt: skip
 def test_user_errors_in_arguments(write, arguments, expected):
     source = "" if expected.startswith("command line: ") else "job.yaml: "
     assert message(write(MINIMAL), *arguments).startswith(source + expected)

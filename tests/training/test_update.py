@@ -33,14 +33,14 @@ def test_weight_decay_depends_on_the_full_shape(kind, fused):
     named = {name: torch.nn.Parameter(torch.ones(5)) for name in shapes}  # slices, all of one dimension
     names = {id(p): name for name, p in named.items()}
     config = OptimConfig(kind, 0.1, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, momentum=0.5)
-    own = {"lr": 0.1, "fused": fused}
-    own |= {"betas": (0.8, 0.9), "eps": 1e-6} if kind == "adamw" else {"momentum": 0.5}
+    expected = {"lr": 0.1, "fused": fused}
+    expected |= {"betas": (0.8, 0.9), "eps": 1e-6} if kind == "adamw" else {"momentum": 0.5}
     groups = make_optimizer(config, named.items(), shapes).param_groups
     assert [([names[id(p)] for p in group["params"]], group["weight_decay"]) for group in groups] == [
         (["matrix", "kernel"], 0.3),
         (["bias", "scalar"], 0.0),
     ]
-    assert all(own.items() <= group.items() for group in groups)
+    assert all(expected.items() <= group.items() for group in groups)
     assert len(make_optimizer(config, [("matrix", named["matrix"])], shapes).param_groups) == 1
 
 
@@ -60,8 +60,8 @@ def test_a_minibatch_without_any_gradient_leaves_the_parameters():
 def test_two_callbacks_with_the_same_name_are_refused():
     """Of two numbers of one name only the last would be reported."""
     callback = Callback()
-    callback.gathered_names = ("heard",)
+    callback.gathered_names = ("gathered",)
     model = SimpleNamespace(device=torch.device("cpu"))
     trainer = Trainer(model, Callback(), callback, Callback(), [callback], time.perf_counter)
-    with pytest.raises(ValueError, match="got heard twice"):
+    with pytest.raises(ValueError, match="got gathered twice"):
         trainer.start()

@@ -148,9 +148,9 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         token_bytes = sum(part.nbytes for part in self._templates[layer])
         return self._windows.gradient_slot_offset(layer) + self._bounds[chunk] * token_bytes
 
-    def _read(self, chunk: int, start: int, layer: int, of: int) -> KVPair:
-        """Read the keys and values of chunk `of`, or their gradients, from the window of chunk `chunk`."""
-        tokens = self._bounds[of + 1] - self._bounds[of]
+    def _read(self, chunk: int, start: int, layer: int, contents: int) -> KVPair:
+        """Read the keys and values of chunk `contents`, or their gradients, from the window of chunk `chunk`."""
+        tokens = self._bounds[contents + 1] - self._bounds[contents]
         what = f"reading from {self._describe(chunk, layer)}"
         return self._windows.read(self._ranks[chunk], start, self._templates[layer], tokens, what)
 

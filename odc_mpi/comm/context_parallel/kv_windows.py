@@ -126,7 +126,7 @@ class KVWindows:
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
         """Record that the slot at byte `slot` is in use until flag `kind` of each rank in `ranks` is at least `value`.
 
-        Byte 0 stands for all key and value slots.
+        Byte 0 represents all key and value slots.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 

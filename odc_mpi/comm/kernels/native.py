@@ -154,7 +154,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the CUDA source directory, `src`, which is inside the package if installed and beside it in a checkout."""
+    """Return the CUDA source directory, `src`: inside the package if installed, or next to it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

@@ -46,25 +46,26 @@ class Dataset(AbstractContextManager["Dataset"]):
         vocabulary: Digest of the tokenizer's vocabulary (see `vocabulary_digest`); empty if unknown.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, setting: str = "data.path") -> None:
         """Open a file written by `prepare`. Each rank opens the file independently.
 
-        Raises a `UserError` if the file is missing, is not a data set of this version, or contains no sequences, and a
-        `DamagedDatasetError` if it is damaged. Tokens and loss masks are not verified until they are read.
+        `setting` is the setting or option that contains the path, for error messages. Raises a `UserError` if the file
+        is missing, is not a data set of this version, or contains no sequences, and a `DamagedDatasetError` if it is
+        damaged. Tokens and loss masks are not verified until they are read.
         """
         self.path = Path(path)
-        self._file = _open(self.path)
+        self._file = _open(self.path, setting)
         try:
             with hdf5_errors(self.path, "the file"):
-                _check_format(self._file, self.path)
+                _check_format(self._file, self.path, setting)
                 for name, dtype in TYPES.items():
                     _check_storage(self._file, name, self.path, dtype)
-                self._read_index()
+                self._read_index(setting)
         except BaseException:
             self.close()
             raise
 
-    def _read_index(self) -> None:
+    def _read_index(self, setting: str) -> None:
         file = self._file
         self._tokens, self._loss_mask = file["tokens"], file["loss_mask"]
         self._offsets: npt.NDArray[np.int64] = file["offsets"][:]
@@ -79,7 +80,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         if content_digest(self._offsets, trained, self._checksums, *pairs) != self._content:
             raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or pairs were changed")
         if not len(trained):
-            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
+            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change {setting}")
         self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
         if not len(self.lengths) == len(trained) == len(self._checksums) or any(len(p) != len(trained) for p in pairs):
             raise DamagedDatasetError(
@@ -217,27 +218,27 @@ def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
     return json.loads(reports.pop()) if len(reports) == 1 else None
 
 
-def _open(path: Path) -> h5py.File:
+def _open(path: Path, setting: str) -> h5py.File:
     """Open a file without locking it, since some network and read-only file systems do not support locks."""
     try:
         reason = None if path.is_file() else "no file"
     except (OSError, ValueError) as error:  # no permission to search the directory, or an invalid name
         reason = one_line_message(error)
     if reason is not None:
-        raise UserError(f"expected a data set at {str(path)!r}, got {reason}: change data.path, or run odc-mpi prepare")
+        raise UserError(f"expected a data set at {str(path)!r}, got {reason}: change {setting}, or run odc-mpi prepare")
     try:
         return h5py.File(path, "r", locking=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"expected an HDF5 file at {str(path)!r}, got one that does not open ({one_line_message(error)}): "
-            "write one with odc-mpi prepare, or change data.path"
+            f"write one with odc-mpi prepare, or change {setting}"
         ) from error
 
 
-def _check_format(file: h5py.File, path: Path) -> None:
+def _check_format(file: h5py.File, path: Path, setting: str) -> None:
     if not has_signature(file):
         raise UserError(
-            f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change data.path"
+            f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change {setting}"
         )
     version = read_attribute(file.attrs, "version", int)
     if version != VERSION:

@@ -20,8 +20,6 @@ from odc_mpi.formatting import did_you_mean
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
-#: Function that packs sequences, given their lengths, the maximum number of tokens per microbatch and a cost model.
-Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
 #: Function that plans a minibatch. The arguments are the sequence lengths in tokens, int64 [n]; the number of ranks;
 #: the maximum number of tokens in a microbatch, which no sequence may exceed (see `check_fit`); and the cost model.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
@@ -130,7 +128,7 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     See `data.plan.dynamic_packing`.
     """
     costs = cost.sequence(lengths)
-    return Plan(((),) * size, pack_pool(lengths, costs, max_tokens, cost.constant, size) if len(lengths) else ())
+    return Plan(((),) * size, pack_pool(lengths, costs, max_tokens, cost.constant, size))
 
 
 BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
@@ -141,32 +139,31 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 }
 
 
-def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
-    if not len(lengths):
-        return ()
-    size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
-    return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
-
-
-def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
+def rank_independent_packing(name: str, packing_cost: CostModel, *, packs: bool = True) -> BalanceStrategy:
     """Return a balance strategy whose microbatches are the same for any number of ranks.
 
-    `pack` forms the microbatches with the constant `packing_cost`, unless `name` is "local_sort", which does not pack.
-    The strategy's argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
+    Microbatches are formed with the constant `packing_cost`. If `packs` is False or `name` is "local_sort", each
+    contains one sequence. The strategy's argument `cost` affects only the assignment to ranks. Raises a `UserError` if
+    `name` is "lb_micro".
     """
 
+    def pack(lengths: Lengths, max_tokens: int) -> tuple[SequenceIndices, ...]:
+        if not packs:
+            return tuple((i,) for i in range(len(lengths)))
+        size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+        return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
+
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-        microbatches = pack(lengths, max_tokens, packing_cost)
+        microbatches = pack(lengths, max_tokens)
         costs = _costs(microbatches, lengths, cost)
         parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition(costs.tolist(), size)]
         return Plan(tuple(tuple(microbatches[i] for i in part) for part in parts))
 
     def pool(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-        microbatches = pack(lengths, max_tokens, packing_cost)
+        microbatches = pack(lengths, max_tokens)
         order = argsort_descending(_costs(microbatches, lengths, cost))
         return Plan(((),) * size, tuple(microbatches[i] for i in order))
 
-    # `local_sort` has one sequence in each microbatch, on any number of ranks.
     strategies = {"lb_mini": assign, "dynamic": pool, "local_sort": local_sort}
     if name not in strategies:
         raise UserError(
@@ -181,11 +178,9 @@ def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> Ba
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
-    if not packs:
-        if name == "lb_micro":
-            return partial(lb_micro, pack=lambda lengths, _: [[i] for i in range(len(lengths))])
-        return rank_independent_packing(name, cost, lambda lengths, *_: tuple((i,) for i in range(len(lengths))))
-    return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]
+    if name == "lb_micro" and not packs:
+        return partial(lb_micro, pack=lambda lengths, _: [[i] for i in range(len(lengths))])
+    return rank_independent_packing(name, cost, packs=packs) if exact or not packs else BALANCE_STRATEGIES[name]
 
 
 def plan_islands(

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.plan.balance import Costs, Lengths, Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.dynamic_packing import SPREADS, SequenceIndices, makespan, pack_pool
+from odc_mpi.data.plan.dynamic_packing import SPREADS, makespan, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending
 
 ChunkCounts = npt.NDArray[np.int64]
@@ -40,18 +40,17 @@ MAX_RELATIVE_TIME = 0.98
 NUM_BISECTIONS = 20  # in the search for the cost of the costliest chunk
 
 
-def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
+def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Plan a minibatch: split the costliest sequences across several ranks, and put all others in `Plan.pool`.
 
     This is a `BalanceStrategy`. If splitting saves less than 2% of the estimated time, and `max_tokens` does not
-    require it, the plan is that of `balance.dynamic`, which the caller may pass as `unsplit`. A sequence may have at
-    most `size * max_tokens` tokens.
+    require it, the plan is that of `balance.dynamic`. A sequence may have at most `size * max_tokens` tokens.
     """
     planner = _Planner(lengths, size, max_tokens, cost)
     best: Plan | None = None
     earliest = math.inf
     if not len(lengths) or int(lengths.max()) <= max_tokens:
-        best = unsplit or dynamic(lengths, size, max_tokens, cost)
+        best = dynamic(lengths, size, max_tokens, cost)
         earliest = MAX_RELATIVE_TIME * planner.estimate_end(best)
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
@@ -98,11 +97,9 @@ class _Planner:
             SequenceSplit(i, bounds, ranks) for (i, bounds), ranks in zip(split_sequences, gangs, strict=True)
         )
         rest = np.flatnonzero(counts == 1).tolist()
-        pool: tuple[SequenceIndices, ...] = ()
-        if rest:
-            available_at = [self._assign_ranks(chunks, spread)[1] for spread in SPREADS]
-            remaining = self._lengths[rest], self._costs[rest]
-            pool = pack_pool(*remaining, self._max_tokens, self._cost.constant, self._size, available_at)
+        remaining = self._lengths[rest], self._costs[rest]
+        available_at = [self._assign_ranks(chunks, spread)[1] for spread in SPREADS]
+        pool = pack_pool(*remaining, self._max_tokens, self._cost.constant, self._size, available_at)
         return Plan(((),) * self._size, tuple(tuple(rest[k] for k in microbatch) for microbatch in pool), splits)
 
     def estimate_end(self, plan: Plan) -> float:

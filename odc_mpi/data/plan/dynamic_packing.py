@@ -3,9 +3,9 @@
 The end times of ranks differ by up to one microbatch, so the last microbatches must be small. However, each microbatch
 has a constant cost, so there should be few microbatches. Therefore, most packings consist of a few large microbatches
 per rank and a tail of small microbatches with the shortest sequences, as in factoring (Hummel, Schonberg and Flynn,
-"Factoring: a method for scheduling parallel loops", 1992). Of several packings, the one with the earliest end, averaged
-over equal and different rank speeds (`SPREADS`), is used. Decisions depend only on comparisons, sums in a fixed order
-and `math.fsum`, so every process computes the same packing.
+"Factoring: a method for scheduling parallel loops", 1992). Several packings are compared, and the one with the earliest
+end, averaged over equal and different rank speeds (`SPREADS`), is used. Decisions depend only on comparisons, sums in a
+fixed order and `math.fsum`, so every process computes the same packing.
 """
 
 import math
@@ -38,10 +38,12 @@ def pack_pool(
     """Pack a minibatch for `size` ranks. Returns microbatches, costliest first, as positions in `lengths`.
 
     `lengths`, int64 [n], contains the length of each sequence in tokens, and `costs`, float64 [n], contains its cost.
-    There must be at least one sequence, and none may be longer than `max_tokens`. A microbatch costs `constant` more
-    than its sequences. `available_at` contains, for each value in `SPREADS`, the time at which each rank starts to
-    claim microbatches, in units of cost, float64 [size]; None if all ranks start at 0.
+    No sequence may be longer than `max_tokens`. A microbatch costs `constant` more than its sequences. `available_at`
+    contains, for each value in `SPREADS`, the time at which each rank starts to claim microbatches, in units of cost,
+    float64 [size]; None if all ranks start at 0.
     """
+    if not len(lengths):
+        return ()
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
     earliest = math.inf

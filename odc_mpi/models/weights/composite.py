@@ -51,7 +51,7 @@ def text_model_type(config: transformers.PreTrainedConfig) -> str:
     return str(_EQUIVALENT.get(kind, {}).get("model_type", kind))
 
 
-def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
+def find_composite(config: transformers.PreTrainedConfig) -> Composite | None:
     """Build the multimodal model of `config` on the meta device. Return None if `config` is not multimodal.
 
     Raises `UserError` if transformers has no class for the multimodal model, or no language model for its text part.

@@ -70,7 +70,7 @@ class Region(NamedTuple):
 
 
 class PlacedTensor(torch.Tensor):
-    """Tensor without memory whose elements are in regions of stored tensors. Create it with `of`.
+    """Tensor without memory whose elements are in regions of stored tensors. Create it with `from_stored`.
 
     Operations that compute new values raise `NotImplementedError`.
     """
@@ -78,7 +78,7 @@ class PlacedTensor(torch.Tensor):
     regions: list[Region]
 
     @classmethod
-    def of(cls, name: str, shape: Sequence[int]) -> Self:
+    def from_stored(cls, name: str, shape: Sequence[int]) -> Self:
         """Create a placed tensor with the elements of the stored tensor `name`, whose shape is `shape`."""
         stored = torch.empty(tuple(shape), device="meta")
         placed = stored.as_subclass(cls)
@@ -236,7 +236,7 @@ def published_tensors(
     """
     ignored = set(module._keys_to_ignore_on_save or ())
     state: dict[str, Any] = {
-        name: PlacedTensor.of(name, shape) for name, shape in shapes.items() if name not in ignored
+        name: PlacedTensor.from_stored(name, shape) for name, shape in shapes.items() if name not in ignored
     }
     published = revert_weight_conversion(module, state)
     return {name: published[name] for name in sorted(published, key=dot_natural_key)}

@@ -151,7 +151,7 @@ class _StoredTensors(WeightSource):
 
     def placed(self, name: str) -> PlacedTensor:
         """Return a placed tensor that is identical to a stored tensor."""
-        return PlacedTensor.of(name, self._slice(name).get_shape())
+        return PlacedTensor.from_stored(name, self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return the safetensors name of a stored tensor's dtype."""

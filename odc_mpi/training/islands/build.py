@@ -88,8 +88,8 @@ def resume_weights(checkpoint: Checkpoint, base: WeightSource, islands: Islands 
 
     An island that trains separately reads its own parameters if the checkpoint has them.
     """
-    trains_apart = islands is not None and islands.mode == "outer"
-    prefix = own_prefix(checkpoint.manifest, islands.index, islands.size) if islands and trains_apart else ""
+    trains_separately = islands is not None and islands.mode == "outer"
+    prefix = own_prefix(checkpoint.manifest, islands.index, islands.size) if islands and trains_separately else ""
     return DeferredErrorWeights(checkpoint, base, prefix)
 
 

@@ -21,7 +21,7 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.groups import RolloutMicrobatch
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.settings import GRPOConfig
 
@@ -68,7 +68,7 @@ class GRPOObjective(Objective):
         self.statistics = torch.stack(statistics)
         return per_token.sum()
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Compute `loss_normalizer` from all ranks' counts, and add the loss and other values to the step's metrics."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)

@@ -16,7 +16,7 @@ from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows, select
 from odc_mpi.models.heads import reward_scores
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.pairs.settings import RewardConfig
 
@@ -118,6 +118,6 @@ class PairObjective(Objective):
             self.statistics = torch.cat([scores.token_sums / minibatch.num_tokens, self.statistics])
         return loss
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Add metrics for the pairs of all ranks to the step. Their names are those used in TRL."""
         step.metrics |= {**self.reduce(gathered), "num_tokens": step.minibatch.num_tokens}

@@ -6,7 +6,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 
 #: Bound for `round_for_exact_sum`: sums of losses are exact if the mean loss is below 2**8 times this number.
@@ -32,7 +32,7 @@ class SFTObjective(Objective):
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
         return loss
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Add metrics for the loss tokens of all ranks to the step."""
         loss, num_correct, entropy = self.reduce(gathered).values()
         num_tokens = step.minibatch.num_tokens

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 
 #: Names of a rank's counts and durations. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
 #: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
@@ -76,11 +76,11 @@ class RolloutMetrics:
         self.values["shortest"] = min(self.values["shortest"], float(lengths.min()))
         self.values["longest"] = max(self.values["longest"], float(lengths.max()))
 
-    def _total(self, gathered: sharded.MinibatchStats, name: str) -> float:
+    def _total(self, gathered: MinibatchStats, name: str) -> float:
         """Return the sum of the values `name` of all groups, computed exactly and rounded once."""
         return math.fsum(gathered.sum(f"{name}_{position}") for position in range(self._num_groups))
 
-    def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
+    def compute(self, gathered: MinibatchStats) -> dict[str, Any]:
         """Return metrics for the groups of all ranks. Those that TRL also reports have the same names as in TRL."""
         sums = {name: gathered.sum(name) for name in _COUNTS}
         sums |= {name: self._total(gathered, name) for name in ("entropy", "reward", "squared_reward")}

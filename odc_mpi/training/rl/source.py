@@ -38,7 +38,8 @@ from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.loop import MinibatchSource
 from odc_mpi.training.rl.metrics import RolloutMetrics
 from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, RewardsFn, longest_first_batches, predict_lengths
@@ -79,7 +80,7 @@ class RolloutSource(MinibatchSource):
         self,
         config: Config,
         world: World,
-        model: sharded.ShardedModel,
+        model: ShardedModel,
         prompts: PromptDataset,
         loader: PromptLoader,
         reward_names: Sequence[str],
@@ -134,7 +135,7 @@ class RolloutSource(MinibatchSource):
         """Return this rank's values, in the order of `gathered_names`."""
         return list(self._metrics.values.values())
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Add metrics to the step, record completion lengths, and reset the tickets and the work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         self._warn_once(step)

@@ -32,7 +32,7 @@ from odc_mpi.models.weights.base_check import part_digests
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
-from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.islands.outer_loop import OuterLoop
@@ -92,7 +92,7 @@ class CheckpointCallback(Callback):
         """Return the step, size in bytes and checksum of the file that this rank has written (see `Saver.report`)."""
         return self._saver.report()
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Pass the reports of all ranks to the saver, which publishes the checkpoint once all files are written."""
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 

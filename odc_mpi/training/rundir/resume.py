@@ -177,13 +177,12 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
     candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, world.rank, config.comm.timeout_s))
     newest = None
     try:
-        newest = _newest(world, candidates)
+        newest = _newest(world, candidates, _START_OVER_HINT if path is None else "")
     except AllRanksUserError as error:
         if path is None:
             raise
         if world.rank == 0:  # the requested checkpoint may be elsewhere
-            reason = str(error).removesuffix(f"; {_START_OVER_HINT}")
-            warn(f"WARNING: no usable checkpoint in {run_dir} ({reason}); starting from {requested}")
+            warn(f"WARNING: no usable checkpoint in {run_dir} ({error}); starting from {requested}")
     if newest:
         metadata = newest.manifest.metadata
         if requested == "never":  # only if the scheduler restarted this job; checkpoints of other jobs are ignored
@@ -195,7 +194,8 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
         newest.close()
     if path is None:
         return None
-    checkpoint = _newest(world, world.run_on_all(lambda: checkpoint_directories(Path(requested))))
+    candidates = world.run_on_all(lambda: checkpoint_directories(Path(requested)))
+    checkpoint = _newest(world, candidates, _START_OVER_HINT)
     assert checkpoint, "checkpoint_directories finds one, or raises"
     return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
 
@@ -263,8 +263,11 @@ def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint,
     )
 
 
-def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Open the newest complete checkpoint. Each rank checks some of its files. Collective."""
+def _newest(world: World, candidates: Sequence[Path], advice: str) -> Checkpoint | None:
+    """Open the newest complete checkpoint. Each rank checks some of its files. Collective.
+
+    If none is complete, the message of the `AllRanksUserError` ends with `advice`.
+    """
     # Use rank 0's candidates, because a file system may show a new checkpoint to some ranks later than to others.
     candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
     problems: list[str] = []
@@ -281,8 +284,8 @@ def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
             print(f"odc_mpi: WARNING: {problems[-1]}{following}", flush=True)
     if problems:
         raise AllRanksUserError(
-            f"run.resume: expected a complete checkpoint, got none among {len(problems)}; the newest: {problems[0]}; "
-            f"{_START_OVER_HINT}"
+            f"run.resume: expected a complete checkpoint, got none among {len(problems)}; the newest: {problems[0]}"
+            f"{'; ' if advice else ''}{advice}"
         )
     return None
 

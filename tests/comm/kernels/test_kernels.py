@@ -200,7 +200,7 @@ def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
         native.add_segments_(shard, [(0, flat), (0, wide.view(-1))])
         wide.fill_(9.0)
         flat = flat.clone()
-    assert not stream.query(), "somebody waited for the device"
+    assert not stream.query(), "the host waited for the device"
     stream.synchronize()
     assert (flat == 3).all() and (shard == 6).all()
     assert_same_number(largest, 3.0)

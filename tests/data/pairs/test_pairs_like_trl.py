@@ -5,14 +5,12 @@ import itertools
 import json
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
 from tokenizers import processors
 
-from odc_mpi.data.encode import Encoded
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
 
@@ -22,7 +20,7 @@ pytestmark = [
 ]
 
 
-def prepare_with_trl(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> list[list[Any]]:
+def prepare_with_trl(tokenizer, records, max_length=None):
     """The tokens of prompt and chosen answer, those of prompt and rejected answer, and the loss masks of both.
 
     Pairs that truncation makes equal, which TRL keeps, are left out.
@@ -30,8 +28,8 @@ def prepare_with_trl(tokenizer: Any, records: list[dict[str, Any]], max_length: 
     import datasets
     from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 
-    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
-    arguments: Any = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    arguments = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
     dataset = datasets.Dataset.from_list(records)
     prepared = DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, arguments, "train")
     collate = DataCollatorForPreference(pad_token_id=0, max_length=max_length)
@@ -43,19 +41,19 @@ def prepare_with_trl(tokenizer: Any, records: list[dict[str, Any]], max_length: 
     return [pair for pair in pairs if pair[0] != pair[1]]
 
 
-def encode_records(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> list[list[Any]]:
+def encode_records(tokenizer, records, max_length=None):
     """The same of our pairs."""
-    encoded = encode_pairs(tokenizer, [parse_example(record, "here") for record in records])  # type: ignore[misc]
+    encoded = encode_pairs(tokenizer, [parse_example(record, "here") for record in records])
     return [sides(pair) for [each] in encoded if (pair := each.truncate(max_length)).has_loss]
 
 
-def sides(pair: Encoded) -> list[Any]:
+def sides(pair):
     num_prompt, num_chosen, _ = pair.pair
     parts = [np.split(array, [num_prompt, num_prompt + num_chosen]) for array in (pair.tokens, pair.loss_mask)]
     return [[*prompt.tolist(), *answer.tolist()] for prompt, *answers in parts for answer in answers]
 
 
-def assert_alike(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> None:
+def assert_alike(tokenizer, records, max_length=None):
     ours, theirs = encode_records(tokenizer, records, max_length), prepare_with_trl(tokenizer, records, max_length)
     for pair, expected in zip(ours, theirs, strict=True):
         for tokens, mask, all_tokens, all_mask in zip(pair[:2], pair[2:], expected[:2], expected[2:], strict=True):
@@ -64,19 +62,19 @@ def assert_alike(tokenizer: Any, records: list[dict[str, Any]], max_length: int 
             assert not tokenizer.decode(all_tokens[len(tokens) :]).strip()
 
 
-def say(role: str, content: str) -> dict[str, str]:
+def message(role, content):
     return {"role": role, "content": content}
 
 
-USER = say("user", "Is it?")
+USER = message("user", "Is it?")
 #: The second begin alike, the third have context, the last a system message.
-CHATS: list[dict[str, Any]] = [
-    {"prompt": prompt, "chosen": [say("assistant", chosen)], "rejected": [say("assistant", rejected)]}
+CHATS = [
+    {"prompt": prompt, "chosen": [message("assistant", chosen)], "rejected": [message("assistant", rejected)]}
     for prompt, chosen, rejected in (
         ([USER], "Yes, it is.", "No."),
         ([USER], "I think so.", "I think not"),
-        ([USER, say("assistant", "What?"), say("user", "Blue.")], "Very.", "It is 🙂"),
-        ([say("system", "Be brief."), USER], "Yes.", "Not at all."),
+        ([USER, message("assistant", "What?"), message("user", "Blue.")], "Very.", "It is 🙂"),
+        ([message("system", "Be brief."), USER], "Yes.", "Not at all."),
     )
 ]
 #: Begins with a system message of its own, as that of SmolLM2.
@@ -87,7 +85,7 @@ SMOLLM2 = (
 )
 
 
-def test_conversations_with_published_templates(tokenizer: Any) -> None:
+def test_conversations_with_published_templates(tokenizer):
     smollm2 = copy.deepcopy(tokenizer)
     smollm2.chat_template = SMOLLM2
     assert_alike(smollm2, CHATS)
@@ -102,7 +100,7 @@ def test_conversations_with_published_templates(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_texts(tokenizer: Any, adds_bos: bool) -> None:
+def test_texts(tokenizer, adds_bos):
     tokenizer = copy.deepcopy(tokenizer)
     if adds_bos:
         tokenizer.add_special_tokens({"bos_token": "<s>"})

@@ -1,7 +1,5 @@
 """The forms of published preference data, as records."""
 
-from typing import Any
-
 import pytest
 
 from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion, parse_example
@@ -13,7 +11,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 AGAIN = {"role": "user", "content": "Again?"}
 
 
-def parse_pair(record: dict[str, Any], **columns: str) -> PreferencePair:
+def parse_pair(record, **columns):
     pair = parse_example(record, "here", columns)
     assert isinstance(pair, PreferencePair) and pair.location == "here"
     return pair
@@ -29,7 +27,7 @@ def parse_pair(record: dict[str, Any], **columns: str) -> PreferencePair:
          "\n\nHuman: Hi\n\nAssistant: Yes", "\n\nHuman: Hi\n\nAssistant: No"),
     ],
 )  # fmt: skip
-def test_pairs_of_texts(record: dict[str, Any], prompt: str, chosen: str, rejected: str) -> None:
+def test_pairs_of_texts(record, prompt, chosen, rejected):
     expected = PreferencePair(*(PromptCompletion("here", prompt, text) for text in (chosen, rejected)))
     assert parse_pair(record) == expected
 
@@ -70,7 +68,7 @@ def test_pairs_of_texts(record: dict[str, Any], prompt: str, chosen: str, reject
          [USER | {"content": "Which\n\ncolor?"}], [BLUE], [GREEN]),
     ],
 )  # fmt: skip
-def test_pairs_of_conversations(record: dict[str, Any], context: list, chosen: list, rejected: list) -> None:
+def test_pairs_of_conversations(record, context, chosen, rejected):
     pair = parse_pair(record)
     for side, answer in ((pair.chosen, chosen), (pair.rejected, rejected)):
         assert isinstance(side, Conversation)
@@ -79,7 +77,7 @@ def test_pairs_of_conversations(record: dict[str, Any], context: list, chosen: l
         assert trained == [message["content"] for message in answer if message["role"] == "assistant"]
 
 
-def test_tools_and_flags_of_pairs() -> None:
+def test_tools_and_flags_of_pairs():
     tools = [{"type": "function", "function": {"name": "f"}}]
     record = {"prompt": "Which color?", "chosen": [BLUE], "rejected": "Green.", "tools": tools}
     pair = parse_pair(record)
@@ -87,10 +85,10 @@ def test_tools_and_flags_of_pairs() -> None:
     assert pair.chosen.tools == pair.rejected.tools == tools
     chosen = [USER, BLUE | {"weight": 0}, AGAIN, BLUE]
     pair = parse_pair({"chosen": chosen, "rejected": [USER, GREEN]})
-    assert [pair.chosen.message_has_loss(i) for i in range(4)] == [False, False, False, True]  # type: ignore[union-attr]
+    assert [pair.chosen.message_has_loss(i) for i in range(4)] == [False, False, False, True]
 
 
-def test_columns_of_pairs() -> None:
+def test_columns_of_pairs():
     orca = {"system": "Be brief.", "question": "Which color?", "chosen": "Blue.", "rejected": "Green."}
     pair = parse_pair(orca, prompt="question")
     assert pair.chosen == Conversation("here", [SYSTEM, USER, BLUE])
@@ -124,7 +122,7 @@ def test_columns_of_pairs() -> None:
         ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "expected text in 'chosen'"),
     ],
 )  # fmt: skip
-def test_bad_pairs(record: dict[str, Any], words: str) -> None:
+def test_bad_pairs(record, words):
     with pytest.raises(InvalidRecordError, match=words) as caught:
         parse_example(record, "here")
     assert str(caught.value).startswith("here: ") and "\n" not in str(caught.value)

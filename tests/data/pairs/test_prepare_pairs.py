@@ -1,8 +1,6 @@
 """Preference data from files to a data set: tokens, masks, truncation, invalid and mixed records, and the report."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +9,9 @@ from record_files import write_lines
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
 from odc_mpi.data.dataset.reader import Dataset, verify_dataset
-from odc_mpi.data.encode import Encoded
 from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path
-from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
@@ -23,16 +19,16 @@ from odc_mpi.errors import UserError
 END = "<|endoftext|>"
 
 
-def prepare(source: str, out: Path, **options: Any) -> PrepareReport:
+def prepare(source, out, **options):
     return module.prepare([source], out, PrepareOptions(**options))
 
 
-def encode_record(tokenizer: Any, record: dict[str, Any]) -> Encoded:
-    [[pair]] = encode_pairs(tokenizer, [parse_example(record, "here")])  # type: ignore[list-item]
+def encode_record(tokenizer, record):
+    [[pair]] = encode_pairs(tokenizer, [parse_example(record, "here")])
     return pair
 
 
-def decode(tokenizer: Any, pair: Encoded) -> list[str]:
+def decode(tokenizer, pair):
     """The texts of the prompt and of both answers, with the loss tokens of the answers in brackets."""
     assert pair.pair is not None
     num_prompt, num_chosen, num_chosen_loss = pair.pair
@@ -46,7 +42,7 @@ def decode(tokenizer: Any, pair: Encoded) -> list[str]:
     return texts
 
 
-def test_the_parts_of_pairs_of_texts(tokenizer: Any) -> None:
+def test_the_parts_of_pairs_of_texts(tokenizer):
     record = {"prompt": "Sum:\n", "chosen": "is 4", "rejected": "is five"}
     assert decode(tokenizer, encode_record(tokenizer, record)) == ["Sum:\n", f"[is 4{END}]", f"[is five{END}]"]
     # Without a prompt it is what the tokens have in common, also if one text ends there.
@@ -55,7 +51,7 @@ def test_the_parts_of_pairs_of_texts(tokenizer: Any) -> None:
     assert decode(tokenizer, encode_record(tokenizer, texts)) == expected
 
 
-def test_the_parts_of_pairs_of_conversations(tokenizer: Any) -> None:
+def test_the_parts_of_pairs_of_conversations(tokenizer):
     turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     chosen, rejected = ([*turns, {"role": "assistant", "content": text}, turns[2]] for text in "de")
     start = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
@@ -77,12 +73,12 @@ def test_the_parts_of_pairs_of_conversations(tokenizer: Any) -> None:
         ({"chosen": "a", "rejected": "b"}, "expected a prompt, got chosen and rejected that begin with different"),
     ],
 )
-def test_unusable_pairs(tokenizer: Any, record: dict[str, Any], words: str) -> None:
+def test_unusable_pairs(tokenizer, record, words):
     with pytest.raises(InvalidRecordError, match=f"^here: .*{words}"):
         encode_record(tokenizer, record)
 
 
-def test_a_template_that_changes_earlier_answers(tokenizer: Any) -> None:
+def test_a_template_that_changes_earlier_answers(tokenizer):
     """It serves for one turn after any context, but not for answers of several turns."""
     thinking = copy.deepcopy(tokenizer)
     thinking.chat_template = (
@@ -97,13 +93,13 @@ def test_a_template_that_changes_earlier_answers(tokenizer: Any) -> None:
         encode_record(thinking, record)
 
 
-def letters(num_prompt: int, num_chosen: int, num_rejected: int) -> dict[str, str]:
+def letters(num_prompt, num_chosen, num_rejected):
     """A pair with that many tokens of prompt and answers, without their ends."""
     parts = (("prompt", num_prompt, 1), ("chosen", num_chosen, 1), ("rejected", num_rejected, 9))
     return {name: "".join(chr(first + i % 8) for i in range(count)) for name, count, first in parts}
 
 
-def counts(path: Path) -> list[tuple[int, int, int]]:
+def counts(path):
     """Tokens of the prompt and the answers, all of which have loss."""
     with Dataset(path) as dataset:
         prompts, chosen, num_loss = dataset.pair_counts.T
@@ -112,7 +108,7 @@ def counts(path: Path) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_each_side_is_truncated(stdlib_report: PrepareReport, tmp_path: Path, overlong: str) -> None:
+def test_each_side_is_truncated(stdlib_report, tmp_path, overlong):
     equal_there = {"prompt": "\x01\x02", "chosen": "\x03" * 9 + "a", "rejected": "\x03" * 9 + "b"}
     sizes = [(3, 2, 4), (3, 4, 9), (3, 20, 20), (8, 1, 1), (7, 9, 1), (9, 1, 1)]
     source = write_lines(tmp_path / "a.jsonl", *(letters(*each) for each in sizes), equal_there)
@@ -124,14 +120,14 @@ def test_each_side_is_truncated(stdlib_report: PrepareReport, tmp_path: Path, ov
     assert "sequences" not in report.describe()
 
 
-def test_overlong_pairs_are_dropped(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_overlong_pairs_are_dropped(stdlib_report, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", letters(3, 4, 4), letters(3, 4, 5), letters(3, 9, 1))
     report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong="drop")
     assert counts(report.path) == [(3, 5, 5)]
     assert (report.num_dropped, report.num_dropped_tokens) == (2, 3 + 5 + 6 + 3 + 10 + 2)
 
 
-def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report, tmp_path):
     equal = {"prompt": "a", "chosen": "b", "rejected": "b"}
     records = [letters(3, 4, 1), equal, letters(5, 1, 2), {"prompt": "a", "chosen": "", "rejected": "b"}]
     source, out = write_lines(tmp_path / "a.jsonl", *records), tmp_path / "a.h5"
@@ -147,7 +143,7 @@ def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report: Pr
     assert "up to date" in again.describe() and "2 pairs" in again.describe()
 
 
-def test_pairs_of_several_processes_are_held_out_alike(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_pairs_of_several_processes_are_held_out_alike(stdlib_report, tmp_path):
     records = [{"prompt": f"How many {i}?", "chosen": f"{i}.", "rejected": f"{i + 1}!"} for i in range(1500)]
     source = write_lines(tmp_path / "a.jsonl", *records)
     files = []
@@ -160,7 +156,7 @@ def test_pairs_of_several_processes_are_held_out_alike(stdlib_report: PrepareRep
     assert report.num_sequences + report.num_eval_sequences == 1500 and 200 < report.num_eval_sequences < 400
 
 
-def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_pairs_and_other_examples_are_not_mixed(stdlib_report, tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", *[letters(3, 2, 1)] * 3)
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
@@ -181,7 +177,7 @@ def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tm
     assert f"{more}: 3 pairs (50.0%), " in mixed.describe()
 
 
-def test_show_separates_both_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_separates_both_answers(tmp_path, capsys):
     chat = [{"role": "user", "content": "Is it?"}]
     record = {"prompt": chat, "chosen": "Yes.\x1b", "rejected": "No, lalala lala."}
     source = write_lines(tmp_path / "a.jsonl", *[record] * 5)
@@ -192,4 +188,4 @@ def test_show_separates_both_answers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert head and lines[1:4] == ["<|im_start|>user", "Is it?<|im_end|>", "<|im_start|>assistant"]
     assert lines[4] == "" and lines[5].startswith("--- chosen: ") and lines[6] == "[[Yes.\\x1b<|im_end|>]]"
     assert lines[7].startswith("--- rejected: ") and lines[8:] == ["[[No, lalala lala.<|im_end|>]]"]
-    assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "learnt from both answers"
+    assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "trained on both answers"

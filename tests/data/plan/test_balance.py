@@ -7,7 +7,6 @@ from length_fixtures import COST, lognormal_lengths
 
 from odc_mpi.data.plan.balance import (
     BALANCE_STRATEGIES,
-    Plan,
     check_fit,
     dynamic,
     find_strategy,
@@ -27,7 +26,7 @@ FIRST, LATER = CostModel(), CostModel(constant=300.0, linear=1.0, quadratic=0.01
     ("name", "exact"),
     [*((name, False) for name in BALANCE_STRATEGIES), ("lb_mini", True), ("dynamic", True), ("local_sort", True)],
 )
-def test_each_sequence_is_planned_once_and_fits(name: str, exact: bool, packs: bool) -> None:
+def test_each_sequence_is_planned_once_and_fits(name, exact, packs):
     strategy, rng = find_strategy(name, FIRST, exact=exact, packs=packs), np.random.default_rng(1)
     for n in (0, 1, 2, 3, 7, 16, 61):
         lengths, seen = lognormal_lengths(rng, n), set()
@@ -38,46 +37,46 @@ def test_each_sequence_is_planned_once_and_fits(name: str, exact: bool, packs: b
             microbatches = [*itertools.chain(*plan.microbatches), *plan.pool]
             assert sorted(itertools.chain(*microbatches)) == list(range(n))
             assert {type(i) for i in itertools.chain(*microbatches)} <= {int}
-            assert all(lengths[list(own)].sum() <= 4096 for own in microbatches)
-            assert all(len(own) <= 1 for own in microbatches) or packs
+            assert all(lengths[list(microbatch)].sum() <= 4096 for microbatch in microbatches)
+            assert all(len(microbatch) <= 1 for microbatch in microbatches) or packs
             assert len(set(map(len, plan.microbatches))) == 1 if name == "lb_micro" else all(microbatches)
             for in_order in (*plan.microbatches, plan.pool):
-                costs = [cost.sequence(lengths[list(own)]).sum() for own in in_order]
+                costs = [cost.sequence(lengths[list(microbatch)]).sum() for microbatch in in_order]
                 assert costs == sorted(costs, reverse=True)
             seen.add(frozenset(microbatches))
         assert not exact or len(seen) == 1, "microbatches depend on the sequences alone"
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_refuses_what_does_not_fit():
     with pytest.raises(UserError, match=r"at most 20 tokens, got 21 in sequence 2 .*max_tokens_per_microbatch"):
         check_fit(np.array([20, 5, 21, 30]), 20)
     with pytest.raises(UserError, match=r"at most 3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 \(1 of 2"):
         check_fit(np.array([5, 3073]), 1024, 3)
 
 
-def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
+def test_local_sort_deals_in_turn_and_sorts_by_length():
     plan = local_sort(np.array([3, 9, 5, 1, 5, 4, 8]), 2, 10, COST)
     assert plan.microbatches == (((6,), (2,), (4,), (0,)), ((1,), (5,), (3,)))
 
 
-def test_lb_mini_lets_the_numbers_of_microbatches_differ() -> None:
+def test_lb_mini_lets_the_numbers_of_microbatches_differ():
     lengths = np.array([1000] + [100] * 20)
     plan = lb_mini(lengths, 2, 1000, CostModel(1.0, 0.0012))  # 2200 against 20 times 112
     assert sorted(map(len, plan.microbatches)) == [1, 2]
 
 
-def test_packing_is_first_fit_decreasing() -> None:
+def test_packing_is_first_fit_decreasing():
     # Decreasing: 6 | 5 5 | 4 joins the 6, 3 and 2 share a new one: 3 packs; in the given order it takes 4.
     plan = lb_mini(np.array([2, 5, 4, 5, 3, 6]), 1, 10, CostModel())
     assert plan.microbatches == (((1, 3), (5, 2), (4, 0)),)
 
 
-def shape(plan: Plan) -> list[list[int]]:
+def shape(plan):
     return [list(map(len, microbatches)) for microbatches in plan.microbatches]
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
+def test_lb_micro_gives_ranks_equal_numbers(size):
     rng = np.random.default_rng(size)
     for n in (0, 1, 3, 7, 16, 24, 61):
         lengths = lognormal_lengths(rng, n)
@@ -85,24 +84,24 @@ def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
         counts = shape(plan)
         assert max(map(sum, counts)) - min(map(sum, counts)) <= 1
         # None is empty if there is a sequence to give.
-        assert all(own.count(0) == max(0, len(own) - sum(own)) for own in counts)
+        assert all(of_rank.count(0) == max(0, len(of_rank) - sum(of_rank)) for of_rank in counts)
 
 
-def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
+def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing():
     plan = lb_micro(np.array([1, 7, 7, 5, 7, 4, 9]), 2, 10, CostModel(0.0))
-    assert all(own.count(0) == max(0, len(own) - sum(own)) for own in shape(plan))
+    assert all(of_rank.count(0) == max(0, len(of_rank) - sum(of_rank)) for of_rank in shape(plan))
 
 
-def test_lb_micro_takes_as_few_microbatches_as_packing_finds() -> None:
+def test_lb_micro_takes_as_few_microbatches_as_packing_finds():
     rng = np.random.default_rng(0)
     for _ in range(50):
         lengths = rng.integers(1, 60, 24)
         parts = lb_micro(lengths, 3, 100, CostModel()).microbatches
-        least = max(-(-sum(lengths[list(pack)].sum() for pack in own) // 100) for own in parts)
+        least = max(-(-sum(lengths[list(pack)].sum() for pack in of_rank) // 100) for of_rank in parts)
         assert least <= len(parts[0]) <= 11 / 9 * least + 6 / 9
 
 
-def test_lb_micro_is_even_in_each_turn() -> None:
+def test_lb_micro_is_even_in_each_turn():
     lengths = np.array([90, 88, 60, 61, 30, 31, 29, 32])
     plan = lb_micro(lengths, 2, 100, CostModel())
     assert len(plan.microbatches[0]) == len(plan.microbatches[1])
@@ -110,7 +109,7 @@ def test_lb_micro_is_even_in_each_turn() -> None:
         assert abs(lengths[list(one)].sum() - lengths[list(other)].sum()) <= 4
 
 
-def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
+def test_dynamic_packs_more_the_more_a_microbatch_costs():
     lengths = lognormal_lengths(np.random.default_rng(3), 200)
     mean = float(COST.sequence(lengths).mean())
     counts = [len(dynamic(lengths, 8, 1 << 20, CostModel(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.1, 1.0)]
@@ -118,7 +117,7 @@ def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
 
 
 @pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-def test_large_minibatches_plan_quickly(name: str) -> None:
+def test_large_minibatches_plan_quickly(name):
     """None takes half a second. The limit is for slow machines, and fails what grows with the square."""
     lengths = lognormal_lengths(np.random.default_rng(0), 30_000)
     begin = time.process_time()
@@ -126,16 +125,19 @@ def test_large_minibatches_plan_quickly(name: str) -> None:
     assert time.process_time() - begin < 10.0
 
 
-def test_they_are_dealt_out_by_the_cost_that_may_change() -> None:
+def test_they_are_dealt_out_by_the_cost_that_may_change():
     lengths = np.random.default_rng(64).integers(2, 400, size=64)
     plans = [rank_independent_packing("lb_mini", FIRST)(lengths, 4, 512, cost) for cost in (FIRST, LATER)]
     assert plans[0] != plans[1]
     for plan, cost in zip(plans, (FIRST, LATER), strict=True):
-        loads = [sum(cost.constant + cost.sequence(lengths[list(own)]).sum() for own in r) for r in plan.microbatches]
+        loads = [
+            sum(cost.constant + cost.sequence(lengths[list(microbatch)]).sum() for microbatch in r)
+            for r in plan.microbatches
+        ]
         assert max(loads) < 1.1 * min(loads)
 
 
-def test_a_cut_for_the_number_of_ranks_is_refused() -> None:
+def test_a_cut_for_the_number_of_ranks_is_refused():
     words = r"^data.balance: the microbatches of lb_micro .* set it to lb_mini or dynamic, or run.exact"
     with pytest.raises(UserError, match=words):
         rank_independent_packing("lb_micro", FIRST)

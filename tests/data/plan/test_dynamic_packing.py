@@ -10,7 +10,7 @@ from odc_mpi.data.plan.dynamic_packing import makespan, pack_pool
 
 
 def compute_work(microbatches, lengths, cost):
-    return [microbatch_cost(cost, lengths[list(own)]) for own in microbatches]
+    return [microbatch_cost(cost, lengths[list(pack)]) for pack in microbatches]
 
 
 def test_makespan_is_that_of_ranks_that_draw():
@@ -43,7 +43,7 @@ def test_a_constant_is_paid_seldom_and_equal_ranks_still_end_together(size, spre
         costs = cost.sequence(lengths)
         packed = compute_work(pack_pool(lengths, costs, 4096, 200.0, size), lengths, cost)
         ends["dynamic"] += makespan(packed, size, spread)
-        fixed = [sum(compute_work(own, lengths, cost)) for own in lb_mini(lengths, size, 4096, cost).microbatches]
+        fixed = [sum(compute_work(local, lengths, cost)) for local in lb_mini(lengths, size, 4096, cost).microbatches]
         ends["lb_mini"] += (slowness * fixed).max()
         ends["single"] += makespan(sorted(costs + 200.0, reverse=True), size, spread)
     assert ends["dynamic"] < most * ends["lb_mini"]

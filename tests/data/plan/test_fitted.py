@@ -15,35 +15,26 @@ TRUE = CostModel(linear=2e-5, quadratic=1e-9, constant=0.05)
 LENGTHS = np.array([300, 1000, 5000, 20_000, 60_000])
 
 
-def learn(
-    ranks: list[FittedCostModel],
-    true: CostModel = TRUE,
-    *,
-    minibatches: int = 40,
-    seed: int = 0,
-    outliers: float = 0.01,
-    slowness: list[float] | None = None,
-    lengths: int | None = None,
-) -> None:
+def learn(ranks, true=TRUE, *, minibatches=40, seed=0, outliers=0.01, slowness=None, lengths=None):
     rng = np.random.default_rng(seed)
     for _ in range(minibatches):
         for rank, slow in zip(ranks, slowness or [1.0] * len(ranks), strict=True):
             for _ in range(6):
-                own = np.minimum(rng.lognormal(8.5, 1.0, rng.integers(1, 4)), 65_536).astype(int)
+                lengths_of_microbatch = np.minimum(rng.lognormal(8.5, 1.0, rng.integers(1, 4)), 65_536).astype(int)
                 if lengths:
-                    own = np.full(1, lengths)
-                seconds = slow * microbatch_cost(true, own) * (1 + 0.1 * rng.standard_normal())
-                rank.observe(own, seconds * (50 if rng.random() < outliers else 1))
+                    lengths_of_microbatch = np.full(1, lengths)
+                seconds = slow * microbatch_cost(true, lengths_of_microbatch) * (1 + 0.1 * rng.standard_normal())
+                rank.observe(lengths_of_microbatch, seconds * (50 if rng.random() < outliers else 1))
         share(ranks)
 
 
-def share(ranks: list[FittedCostModel]) -> None:
+def share(ranks):
     reports = np.array([rank.report() for rank in ranks])
     for rank in ranks:
         rank.update(reports)
 
 
-def errors(cost: CostModel, true: CostModel = TRUE) -> np.ndarray:
+def errors(cost, true=TRUE):
     """Relative errors at some lengths; only ratios matter, so the mean is taken out."""
     ratios = np.array([microbatch_cost(cost, [length]) / microbatch_cost(true, [length]) for length in LENGTHS])
     return np.abs(ratios / np.exp(np.log(ratios).mean()) - 1)
@@ -55,9 +46,7 @@ def errors(cost: CostModel, true: CostModel = TRUE) -> np.ndarray:
     [([1.0] * 4, 0, 0.05), ([1.0] * 4, 1, 0.05), ([0.5, 1.0, 1.5, 3.0], 0, 0.1)],
     ids=["equal speeds", "equal speeds, other seed", "different speeds"],
 )
-def test_recovers_the_cost_from_noise_and_outliers(
-    prior: CostModel, slowness: list[float], seed: int, error: float
-) -> None:
+def test_recovers_the_cost_from_noise_and_outliers(prior, slowness, seed, error):
     ranks = [FittedCostModel(prior) for _ in range(4)]
     learn(ranks, minibatches=80, seed=seed, slowness=slowness)
     assert errors(ranks[0].cost).max() < 0.05
@@ -65,7 +54,7 @@ def test_recovers_the_cost_from_noise_and_outliers(
     assert microbatch_cost(ranks[0].cost, [5000]) == pytest.approx(expected, rel=error)
 
 
-def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
+def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square():
     """One rank sees short sequences, a rank of a third of its speed long ones; some are common to both."""
     rng = np.random.default_rng(0)
     ranks = [FittedCostModel(CostModel()), FittedCostModel(CostModel())]
@@ -78,14 +67,14 @@ def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
     assert errors(ranks[0].cost, true).max() < 0.03
 
 
-def test_forgets_what_is_long_past() -> None:
+def test_forgets_what_is_long_past():
     rank = FittedCostModel(CostModel())
     learn([rank], CostModel(1e-5, 1e-9), minibatches=100)
     learn([rank], CostModel(1e-5, 0.0, 0.2), minibatches=300)
     assert errors(rank.cost, CostModel(1e-5, 0.0, 0.2)).max() < 0.06
 
 
-def test_the_prior_stands_until_there_is_enough() -> None:
+def test_the_prior_stands_until_there_is_enough():
     prior = CostModel(3.0, 2.0)
     rank = FittedCostModel(prior)
     share([rank])
@@ -100,7 +89,7 @@ def test_the_prior_stands_until_there_is_enough() -> None:
     assert rank.cost is not prior
 
 
-def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
+def test_equal_lengths_keep_the_ratios_of_the_prior():
     prior = CostModel(6.0, 3e-4)
     ranks = [FittedCostModel(prior), FittedCostModel(prior)]
     learn(ranks, lengths=8000)
@@ -111,7 +100,7 @@ def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_learns_the_cost_of_chunks(factor: float) -> None:
+def test_learns_the_cost_of_chunks(factor):
     ranks, rng = [FittedCostModel(CostModel()) for _ in range(3)], np.random.default_rng(1)
     true, slowness = replace(TRUE, chunk_factor=factor), [0.8, 1.0, 1.3]
     learn(ranks, slowness=slowness)
@@ -130,14 +119,14 @@ def test_learns_the_cost_of_chunks(factor: float) -> None:
     assert other.cost == ranks[0].cost and errors(other.cost).max() < 0.05
 
 
-def test_useless_measurements_are_ignored() -> None:
+def test_useless_measurements_are_ignored():
     rank = FittedCostModel(CostModel())
     for lengths, seconds in (([], 1.0), ([5], 0.0), ([5], -1.0), ([5], math.nan), ([5], math.inf)):
         rank.observe(lengths, seconds)
     assert rank.report().tolist() == [0.0] * ROW_LENGTH
 
 
-def test_no_coefficient_is_negative() -> None:
+def test_no_coefficient_is_negative():
     rng = np.random.default_rng(0)
     for power in (0.0, 0.3, 0.7, 1.0, 1.5, 2.0, 3.0):
         rank = FittedCostModel(CostModel(1.0, 1e-4))
@@ -150,7 +139,7 @@ def test_no_coefficient_is_negative() -> None:
         assert microbatch_cost(cost, [1000]) > 0 and math.isfinite(microbatch_cost(cost, [60_000]))
 
 
-def test_state_goes_through_json_and_continues() -> None:
+def test_state_goes_through_json_and_continues():
     whole, resumed = ([FittedCostModel(CostModel()) for _ in range(3)] for _ in range(2))
     learn(whole, minibatches=20)
     for rank in resumed:
@@ -161,7 +150,7 @@ def test_state_goes_through_json_and_continues() -> None:
     np.testing.assert_allclose(errors(resumed[0].cost), errors(whole[0].cost), atol=0.01)
 
 
-def test_what_comes_between_report_and_update_counts_next_time() -> None:
+def test_what_comes_between_report_and_update_counts_next_time():
     rank = FittedCostModel(CostModel())
     rank.observe([5], 1.0)
     report = rank.report()

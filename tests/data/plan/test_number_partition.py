@@ -10,7 +10,7 @@ from length_fixtures import COST, lognormal_lengths
 from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, partition, partition_evenly
 
 
-def best(costs: list[float], size: int, most: int | None = None) -> float:
+def best(costs, size, most=None):
     """Return the least makespan of all assignments with at most `most` items per rank."""
     return min(
         max(sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(size))
@@ -19,12 +19,12 @@ def best(costs: list[float], size: int, most: int | None = None) -> float:
     )
 
 
-def makespan(parts: list[list[int]], costs: list[float]) -> float:
+def makespan(parts, costs):
     return max(sum(costs[i] for i in part) for part in parts)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_differencing_is_close_to_the_best(size: int) -> None:
+def test_differencing_is_close_to_the_best(size):
     rng = np.random.default_rng(size)
     ratios, even_ratios = [], []
     for _ in range(60):
@@ -40,21 +40,21 @@ def test_differencing_is_close_to_the_best(size: int) -> None:
     assert np.mean(even_ratios) < 1.05
 
 
-def test_differencing_joins_as_karmarkar_and_karp_do() -> None:
+def test_differencing_joins_as_karmarkar_and_karp_do():
     # Their two-way example: 8, 7 differ by 1; 6, 5 by 1; 4; 4 - 1 = 3, 3 - 1 = 2: parts of 16 and 14.
     parts = partition([8.0, 7.0, 6.0, 5.0, 4.0], 2)
     assert parts == [[0, 3, 4], [1, 2]] or parts == [[1, 3, 4], [0, 2]]
     assert makespan(parts, [8.0, 7.0, 6.0, 5.0, 4.0]) == 16.0
 
 
-def test_even_parts_of_many_are_even() -> None:
+def test_even_parts_of_many_are_even():
     costs = COST.sequence(lognormal_lengths(np.random.default_rng(0), 256)).tolist()
     parts = partition_evenly(costs, 8)
     assert makespan(parts, costs) <= 1.001 * sum(costs) / 8
 
 
 @pytest.mark.parametrize("integers", [True, False])
-def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
+def test_the_exchange_is_the_best_of_all_pairs(integers):
     rng = np.random.default_rng(integers)
     for _ in range(300):
         num_high, num_low = rng.integers(1, 12, 2)
@@ -65,7 +65,7 @@ def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
         assert _halving(high, low, gap) == divmod(int(misses.argmin()), len(low))
 
 
-def test_even_parts_need_no_memory_with_the_square() -> None:
+def test_even_parts_need_no_memory_with_the_square():
     costs = COST.sequence(lognormal_lengths(np.random.default_rng(0), 10_000)).tolist()
     for size in (1, 2):
         tracemalloc.start()
@@ -76,13 +76,13 @@ def test_even_parts_need_no_memory_with_the_square() -> None:
         assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
 
 
-def test_even_fit_takes_the_older_of_equally_cheap_bins() -> None:
+def test_even_fit_takes_the_older_of_equally_cheap_bins():
     rng = np.random.default_rng(0)
     for most in (0.0, 9.0, 20.0, 1e9):
         sizes = rng.integers(1, 10, 200)
-        bins: list[list[int]] = []
+        bins = []
         for i in argsort_descending(sizes):
-            cheapest = min(bins, key=lambda own: sizes[own].sum(), default=[])
+            cheapest = min(bins, key=lambda indices: sizes[indices].sum(), default=[])
             if cheapest and sizes[cheapest].sum() + sizes[i] <= min(most, 40):
                 cheapest.append(i)
             else:
@@ -90,5 +90,5 @@ def test_even_fit_takes_the_older_of_equally_cheap_bins() -> None:
         assert even_fit(sizes, sizes * 1.0, 40, most) == bins
 
 
-def test_falling_order_keeps_equal_ones_in_place() -> None:
+def test_falling_order_keeps_equal_ones_in_place():
     assert argsort_descending(np.array([1, 3, 1, 3, 2])) == [1, 3, 4, 0, 2]

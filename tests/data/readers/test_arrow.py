@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from record_files import parse_blocks
@@ -16,25 +15,25 @@ from odc_mpi.errors import UserError
 pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": 0}], "id": 1},
     {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "tool_calls": [CALL]}]},
 ] * 200
 
 
-def refused(*words: str, split: str | None = None) -> str:
+def refused(*words, split=None):
     with pytest.raises(UserError) as caught:
         find_sources(words, split)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_names_on_the_hub() -> None:
+def test_names_on_the_hub():
     assert "expected a directory of save_to_disk" in refused("stdlib", split="test")
     assert not any(map(is_hub_name, ("a", "a/b/c/d", "/a/b", "a//b", "a b/c", "./a", "../a/b", "~/a")))
 
 
-def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch):
     monkeypatch.setattr(arrow, "load", None)
     Path("mine").mkdir()
     Path("mine/chats.jsonl").write_text("")
@@ -44,7 +43,7 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyP
         assert f"{name!r}: no such file or folder: give" in refused(name)
 
 
-def test_saved_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_data_sets(monkeypatch):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_list(ROWS)
@@ -54,7 +53,7 @@ def test_saved_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, split, expected in (("saved", None, wanted), ("splits", None, wanted), ("splits", "test", wanted[1:2])):
         [source] = find_sources([name], split)
         assert source.count() == len(expected) and source.stamps() and not source.is_folder
-        done: list[int] = []
+        done = []
         examples = parse_blocks(source.read(done.append))
         for example, other in zip(examples, expected, strict=True):
             assert isinstance(example, Conversation) and isinstance(other, Conversation)

@@ -1,12 +1,11 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from record_files import parse_blocks
 
-from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, check_columns
+from odc_mpi.data.examples import Conversation, PromptCompletion, check_columns
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
 
@@ -15,16 +14,16 @@ pytestmark = pytest.mark.usefixtures("in_a_folder")
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def read_bytes(content: bytes, name: str = "a.jsonl", columns: Columns | None = None) -> list[Example]:
+def read_bytes(content, name="a.jsonl", columns=None):
     Path(name).write_bytes(content)
     return parse_blocks(read_records(Path(name), lambda _: None), columns)
 
 
-def line(record: Any) -> bytes:
+def line(record):
     return json.dumps(record).encode() + b"\n"
 
 
-def refused(content: bytes, name: str = "a.jsonl", columns: Columns | None = None) -> str:
+def refused(content, name="a.jsonl", columns=None):
     with pytest.raises(UserError) as caught:
         read_bytes(content, name, columns)
     message = str(caught.value)
@@ -32,7 +31,7 @@ def refused(content: bytes, name: str = "a.jsonl", columns: Columns | None = Non
     return message
 
 
-def test_the_first_of_three_shapes_counts() -> None:
+def test_the_first_of_three_shapes_counts():
     record = {"text": "ä", "prompt": "a", "completion": "b"}
     for fields, expected in (
         ({"messages": CHAT, "id": 1}, Conversation("a.jsonl, line 1", CHAT)),
@@ -43,7 +42,7 @@ def test_the_first_of_three_shapes_counts() -> None:
         assert read_bytes(line(fields)) == [expected]
 
 
-def test_renamed_fields_are_the_only_ones() -> None:
+def test_renamed_fields_are_the_only_ones():
     columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a", "messages": CHAT, "text": "t"}
     assert read_bytes(line(record), columns=columns) == [PromptCompletion("a.jsonl, line 1", "q", "a")]
@@ -66,7 +65,7 @@ def test_renamed_fields_are_the_only_ones() -> None:
             check_columns(names)
 
 
-def test_blank_lines_count_but_are_skipped() -> None:
+def test_blank_lines_count_but_are_skipped():
     """A byte order mark and the line ends of Windows are no part of a record."""
     content = b'\xef\xbb\xbf{"text": "x"}\r\n\n  \r\n{"text": "y"}'
     expected = [PromptCompletion(f"a.jsonl, line {number}", "", text) for number, text in ((1, "x"), (4, "y"))]
@@ -102,16 +101,16 @@ def test_blank_lines_count_but_are_skipped() -> None:
         ('{"text": "x"}'.encode("utf-16"), "expected UTF-8, got byte 0xff at 0"),
     ],
 )
-def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
+def test_bad_lines_are_named(bad, expected):
     message = refused(line({"text": "good"}) + b"\n" + bad.removesuffix(b"\n") + b"\n" + line({"text": "good"}))
     assert message.startswith("a.jsonl, line 3: ")
     assert expected in message
 
 
-def test_empty_texts_are_legal_and_may_have_no_loss_tokens() -> None:
+def test_empty_texts_are_legal_and_may_have_no_loss_tokens():
     silent = {"role": "assistant", "content": ""}
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
-    for messages, trains in (
+    for messages, has_loss in (
         (CHAT, True),
         ([{"role": "system", "content": ""}, *CHAT], True),
         ([{"role": "user", "content": None}, *CHAT, silent], True),
@@ -122,19 +121,19 @@ def test_empty_texts_are_legal_and_may_have_no_loss_tokens() -> None:
         ([], False),
     ):
         [chat] = read_bytes(line({"messages": messages}))
-        assert isinstance(chat, Conversation) and chat.has_loss == trains, messages
+        assert isinstance(chat, Conversation) and chat.has_loss == has_loss, messages
         assert all(isinstance(message["content"], str) and "name" not in message for message in chat.messages)
     content = line({"prompt": "", "completion": "b"}) + line({"prompt": "a", "completion": ""}) + line({"text": ""})
     assert [example.has_loss for example in read_bytes(content)] == [True, False, False]
 
 
-def test_parts_of_text_are_joined() -> None:
+def test_parts_of_text_are_joined():
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
     [chat] = read_bytes(line({"messages": [CHAT[0], {"role": "assistant", "content": parts}]}))
     assert isinstance(chat, Conversation) and chat.messages == CHAT
 
 
-def test_messages_stay_short_whatever_a_line_holds() -> None:
+def test_messages_stay_short_whatever_a_line_holds():
     long = "x" * 10_000
     for record in (
         {long: 1},
@@ -144,12 +143,12 @@ def test_messages_stay_short_whatever_a_line_holds() -> None:
         assert len(refused(line(record))) < 500
 
 
-def test_damaged_gzip_files() -> None:
+def test_damaged_gzip_files():
     records = b"".join(line({"text": str(i) * 50}) for i in range(1000))
     whole = gzip.compress(records)
     assert "the file may be damaged" in refused(whole[:-20], "a.gz")
     assert "a.gz, line 1: cannot be read" in refused(records, "a.gz")
     wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
     assert "CRC" in refused(wrong_checksum, "a.gz")
-    # Behind the header's 10 bytes come the bits that tell the first block's type; type 3 is none.
+    # Behind the header's 10 bytes come the bits with the first block's type; type 3 is invalid.
     assert "cannot be read" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")

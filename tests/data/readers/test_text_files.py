@@ -5,7 +5,6 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("in_a_folder")
 RECORDS = [{"instruction": f"a{i} \u00e4\n", "input": "", "output": "x" * i, "n": [1.5, None, {}]} for i in range(50)]
 
 
-def read(content: str | bytes, name: str) -> list[tuple[str, Any]]:
+def read(content, name):
     """Location and record of each item; for an invalid record, the error."""
     content = content.encode() if isinstance(content, str) else content
     Path(name).write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
-    found: list[tuple[str, Any]] = []
+    found = []
     for block in read_records(Path(name), lambda _: None):
         for location, value in block.records():
             try:
@@ -38,7 +37,7 @@ def read(content: str | bytes, name: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("num_chars", [1, 7, 1 << 20])
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "without a suffix"])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_arrays(monkeypatch: pytest.MonkeyPatch, num_chars: int, name: str, indent: int | None) -> None:
+def test_arrays(monkeypatch, num_chars, name, indent):
     """However little is read at a time, and wherever that ends."""
     monkeypatch.setattr(text_files, "_READ_CHARS", num_chars)
     content = "\ufeff \n" + json.dumps(RECORDS, indent=indent, ensure_ascii=num_chars > 1) + "\n "
@@ -48,7 +47,7 @@ def test_arrays(monkeypatch: pytest.MonkeyPatch, num_chars: int, name: str, inde
     assert read("[]", name) == read(" [\n]\n", name) == []
 
 
-def test_elements_that_are_no_records_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elements_that_are_no_records_can_be_skipped(monkeypatch):
     monkeypatch.setattr(text_files, "_READ_CHARS", 2)
     found = [record for _, record in read('[{"a": 1}, 123, null, [[], {}], -Infinity, true]', "a.json")]
     assert found[0] == {"a": 1}
@@ -73,14 +72,14 @@ def test_elements_that_are_no_records_can_be_skipped(monkeypatch: pytest.MonkeyP
     ],
     ids=range(10),
 )
-def test_damaged_arrays(monkeypatch: pytest.MonkeyPatch, content: str, words: str, num_chars: int) -> None:
+def test_damaged_arrays(monkeypatch, content, words, num_chars):
     monkeypatch.setattr(text_files, "_READ_CHARS", num_chars)
     with pytest.raises(UserError, match=f"^a.json, {words}"):
         read(content, "a.json")
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("A.CSV.GZ", ",")])
-def test_tables(name: str, delimiter: str, tmp_path: Path) -> None:
+def test_tables(name, delimiter, tmp_path):
     """As the module csv writes them, with line breaks, quotes and delimiters in cells."""
     rows = [{"prompt": f'{i},\t"x"\nnext \u00e4', "completion": "a\r\nb" * i} for i in range(30)]
     with (tmp_path / "written").open("w", newline="", encoding="utf-8-sig") as file:
@@ -92,7 +91,7 @@ def test_tables(name: str, delimiter: str, tmp_path: Path) -> None:
     assert [location for location, _ in found[:2]] == [f"{name}, line 2", f"{name}, line 4"]
 
 
-def test_rows_with_other_numbers_of_cells() -> None:
+def test_rows_with_other_numbers_of_cells():
     found = read("a,b\n1,2\n\n1\n1,2,3\n3,4\n", "a.csv")
     assert [location for location, _ in found] == [f"a.csv, line {n}" for n in (2, 4, 5, 6)]
     assert [found[0][1], found[3][1]] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
@@ -111,12 +110,12 @@ def test_rows_with_other_numbers_of_cells() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json.gz"])
-def test_utf_16_is_an_error_of_the_file(name: str) -> None:
+def test_utf_16_is_an_error_of_the_file(name):
     with pytest.raises(UserError, match=f"^{name}: expected UTF-8, got UTF-16: convert it with iconv"):
         read('[{"text": "x"}]'.encode("utf-16"), name)
 
 
-def test_bytes_that_are_not_utf_8_make_a_bad_record() -> None:
+def test_bytes_that_are_not_utf_8_make_a_bad_record():
     for content, name in ((b'[{"text": "a"}, {"text": "\xff"}]', "a.json"), (b"text\na\n\xff\n", "a.csv")):
         (_, good), (location, bad) = read(content, name)
         assert parse_example(good, "")
@@ -124,7 +123,7 @@ def test_bytes_that_are_not_utf_8_make_a_bad_record() -> None:
             parse_example(bad, location)
 
 
-def test_a_file_that_cannot_be_opened_is_not_called_damaged() -> None:
+def test_a_file_that_cannot_be_opened_is_not_called_damaged():
     Path("a.json").symlink_to("a.json")
     with pytest.raises(UserError, match=r"^cannot read a.json: Too many levels of symbolic links$"):
         list(read_records(Path("a.json"), lambda _: None))

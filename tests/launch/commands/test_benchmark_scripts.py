@@ -22,6 +22,15 @@ def test_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_rollout_schedules():
+    """No schedule exceeds the bound, and sharing pays."""
+    result = printed("rollout_schedules.py", "--speed-variation", 0.1, "--minibatches", 6, "--json", ranks=0)
+    barrier, pool, on_demand, bound = result["speedup"].values()
+    assert barrier == 1 < pool < on_demand < bound and on_demand > max(1.13, 0.97 * bound)
+    assert result["idle_fraction"]["collective/barrier"] == pytest.approx(0.14, abs=0.03)
+    assert 0.4 < result["generation_fraction"] < 0.75
+
+
 def test_load_speed(tmp_path):
     """Each of two ranks reads its half of a model, and at most a part of a row more for each slice."""
     result = printed("load_speed.py", "--gigabytes", 0.01, "--dir", tmp_path)

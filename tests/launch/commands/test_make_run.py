@@ -1,4 +1,4 @@
-"""`make run` with a model of one's own: the recipe as it is, with a tiny model in place of SmolLM2."""
+"""`make run` with a user's model: the recipe as it is, with a tiny model in place of SmolLM2."""
 
 import json
 import re

@@ -69,12 +69,14 @@ def test_a_learning_rate_far_above_the_default_is_warned_of(data, tmp_path):
     assert done.code == 0 and "WARNING" not in done.out + done.err
 
 
-def read_spans(own):
-    return sorted((began, ended, kind) for kind in ("fetch", "accumulate", *SYNC_POINTS) for began, ended in own[kind])
+def read_spans(local):
+    return sorted(
+        (began, ended, kind) for kind in ("fetch", "accumulate", *SYNC_POINTS) for began, ended in local[kind]
+    )
 
 
-def sum_seconds(own, kind, until_s=math.inf):
-    return sum(ended - began for began, ended in own[kind] if ended <= until_s)
+def sum_seconds(local, kind, until_s=math.inf):
+    return sum(ended - began for began, ended in local[kind] if ended <= until_s)
 
 
 def test_the_trace_contains_the_waits_of_the_metrics(config, tmp_path):
@@ -86,25 +88,28 @@ def test_the_trace_contains_the_waits_of_the_metrics(config, tmp_path):
     assert [step["step"] for step in trace["steps"]] == [step["step"] for step in steps]
     for traced, output in zip(trace["steps"], steps, strict=True):
         assert len(traced["ranks"]) == 2
-        for own in traced["ranks"]:
-            spans = read_spans(own)
-            assert spans[0][0] >= 0 and spans[-1][1] <= own["end_s"]
+        for local in traced["ranks"]:
+            spans = read_spans(local)
+            assert spans[0][0] >= 0 and spans[-1][1] <= local["end_s"]
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "they do not overlap"
             assert tuple(kind for _, _, kind in spans if kind in SYNC_POINTS) == SYNC_POINTS
-            microbatches = own["microbatches"]
+            microbatches = local["microbatches"]
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(microbatches))
-            assert not microbatches or microbatches[-1][1] <= own["gradients_complete"][0][0]
+            assert not microbatches or microbatches[-1][1] <= local["gradients_complete"][0][0]
         for kind in ("fetch", "accumulate"):
-            # The metrics tell of the time until the last microbatch is done.
+            # The metrics contain the time until the last microbatch is done.
             sums = [
-                sum_seconds(own, kind, max([0.0, *(one[1] for one in own["microbatches"])])) for own in traced["ranks"]
+                sum_seconds(local, kind, max([0.0, *(one[1] for one in local["microbatches"])]))
+                for local in traced["ranks"]
             ]
             assert sum(sums) / 2 == pytest.approx(output[f"{kind}_wait_s"], abs=1e-4)
-        assert sum(one[2] for own in traced["ranks"] for one in own["microbatches"]) == output["num_input_tokens"]
-    everyone = [own for step in trace["steps"] for own in step["ranks"]]
+        assert sum(one[2] for local in traced["ranks"] for one in local["microbatches"]) == output["num_input_tokens"]
+    everyone = [local for step in trace["steps"] for local in step["ranks"]]
     for kind in ("fetch", "accumulate"):
-        assert sum(sum_seconds(own, kind) for own in everyone) / 2 == pytest.approx(summary[f"{kind}_wait_s"], abs=1e-3)
-    assert sum(trace["tokens_per_microbatch"]["counts"]) == sum(len(own["microbatches"]) for own in everyone)
+        assert sum(sum_seconds(local, kind) for local in everyone) / 2 == pytest.approx(
+            summary[f"{kind}_wait_s"], abs=1e-3
+        )
+    assert sum(trace["tokens_per_microbatch"]["counts"]) == sum(len(local["microbatches"]) for local in everyone)
 
 
 def check_user_error(done, *words):

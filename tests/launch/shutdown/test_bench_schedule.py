@@ -39,7 +39,7 @@ def test_the_simulator_agrees_with_the_real_runtime():
         assert sum(ranks) / RANKS == pytest.approx(figures["idle_fraction"][name], abs=0.01)
     assert set(figures["timeline"]) == set(MEASURED)
     # Of all schedules the same work, as it was slept for.
-    busy = [sum(ended - began for own in ranks for began, ended in own) for ranks in figures["timeline"].values()]
+    busy = [sum(ended - began for local in ranks for began, ended in local) for ranks in figures["timeline"].values()]
     assert max(busy) < 1.1 * min(busy)
 
 

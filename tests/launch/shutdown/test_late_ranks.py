@@ -81,7 +81,7 @@ train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 """
 
 #: Rank 1 has the first of two chunks, rank 0 the second.
-SLEEPS_IN_A_PIECE = """
+SLEEPS_IN_A_CHUNK = """
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows, KVSizes
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
@@ -273,7 +273,7 @@ LIBRARY = pytest.mark.library
             id="sleeps in a forward",
         ),
         pytest.param(
-            SLEEPS_IN_A_PIECE,
+            SLEEPS_IN_A_CHUNK,
             WAITED + CHUNK + LAST_SEEN + "in microbatch 1, forward of unit layers.2",
             id="sleeps in a chunk",
         ),

@@ -159,34 +159,6 @@ def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
     assert signal.getsignal(signal.SIGALRM) == before
 
 
-KEEPS = """
-import torch
-import odc_mpi
-
-world = odc_mpi.World(timeout_s=30)
-model = odc_mpi.shard_model(torch.nn.Linear(64, 64), world)
-seen = []
-model.module.register_forward_hook(lambda module, inputs, output: seen.append(module.weight.detach()))
-with model.minibatch():
-    model(torch.ones(1, 64)).sum().backward()
-(whole,) = seen
-part = whole[3:5].view(torch.int32)
-before = whole.clone()
-model.close()
-assert torch.equal(whole, before) and torch.equal(part, before[3:5].view(torch.int32))
-whole.zero_()
-assert not part.any()
-print("still there", flush=True)
-"""
-
-
-@pytest.mark.library
-def test_a_parameter_that_is_kept_beyond_the_end_of_its_model():
-    """With zero-copy it lies in the window's memory, which is gone then."""
-    done = launch(2, "-c", KEEPS)
-    assert done.code == 0 and done.out.count("still there") == 2, done.err
-
-
 #: Handlers of `atexit` run in reverse order, and MPI_Finalize after the last one.
 FAILS_TO_CLOSE = """
 import atexit, signal

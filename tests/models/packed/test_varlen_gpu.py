@@ -1,19 +1,12 @@
 """Packed attention in 16 bits on a GPU against float64; elsewhere skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
-import os
-
 import pytest
 import torch
 
 from odc_mpi.models.attention import packed_attention
 from odc_mpi.models.packed import varlen
 
-
-@pytest.fixture(autouse=True)
-def needs_gpu():
-    if not torch.cuda.is_available():
-        required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
-        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 #: Lengths of sequences and of the prompts that they share.

@@ -63,25 +63,25 @@ def test_interrupted_and_resumed(world, run, dtype, balance):
     settings["data__cost"] = "fitted"
     if world.size == 1:
         settings["data__cost"] = "flops"  # what is fitted depends on times
-    whole = run("whole", **settings)
-    run("cut", run__steps=2, run__checkpoint_every=2, **settings)
-    assert len(run("cut", run__steps=4, run__checkpoint_every=3, **settings)) == 4
-    cut = run("cut", run__checkpoint_every=100, **settings)
+    uninterrupted = run("uninterrupted", **settings)
+    run("interrupted", run__steps=2, run__checkpoint_every=2, **settings)
+    assert len(run("interrupted", run__steps=4, run__checkpoint_every=3, **settings)) == 4
+    interrupted = run("interrupted", run__checkpoint_every=100, **settings)
     if world.size == 1:
-        assert cut == whole
+        assert interrupted == uninterrupted
     else:
-        np.testing.assert_allclose(cut, whole, rtol=1e-5 if dtype == "float32" else 2e-2)
-    assert list(steps_in(run.base / "cut" / "checkpoints")) == [2, 3, 4, 6]
-    summary = json.loads((run.base / "cut" / "summary.json").read_text())
+        np.testing.assert_allclose(interrupted, uninterrupted, rtol=1e-5 if dtype == "float32" else 2e-2)
+    assert list(steps_in(run.base / "interrupted" / "checkpoints")) == [2, 3, 4, 6]
+    summary = json.loads((run.base / "interrupted" / "summary.json").read_text())
     assert summary["steps"] == STEPS
-    assert [summary["loss_first"], summary["loss_last"]] == [cut[0], cut[-1]]
+    assert [summary["loss_first"], summary["loss_last"]] == [interrupted[0], interrupted[-1]]
     assert summary["collectives_per_minibatch"] == 3, "agreeing on checkpoints takes none"
     assert summary["checkpoints_saved"] == 1 and summary["checkpoints_failed"] == 0
-    assert verify(run.base / "cut")[1] == 0
+    assert verify(run.base / "interrupted")[1] == 0
 
 
 def test_a_run_that_begins_at_a_checkpoint_of_another(run, world):
-    whole = run("one", run__checkpoint_every=2)
+    uninterrupted = run("one", run__checkpoint_every=2)
     summary = (run.base / "one" / "summary.json").read_text()
     world.gather_objects(None)
     run("one", run__checkpoint_every=2)
@@ -92,7 +92,7 @@ def test_a_run_that_begins_at_a_checkpoint_of_another(run, world):
         run("two", **train_on, run__steps=4)  # its metrics begin at step 3
     found = lines(run.base / "two")
     assert [line["step"] for line in found] == [3, 4]
-    np.testing.assert_allclose([line["loss"] for line in found], whole[2:4], rtol=1e-5)
+    np.testing.assert_allclose([line["loss"] for line in found], uninterrupted[2:4], rtol=1e-5)
     world.gather_objects(None)
     with pytest.raises(AssertionError, match="3"):
         run("two", **train_on)  # started once more, as by a scheduler: goes on, not back
@@ -222,12 +222,12 @@ def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
         time.sleep(0.3 if world.rank == world.size - 1 else 0.0)
         return write(*arguments)
 
-    def look(self, step):
+    def check_before_save(self, step):
         save(self, step)
         behind.append(step - max(steps_in(run.base / "run" / "checkpoints"), default=0))
 
     monkeypatch.setattr(saver, "write_shard", slow)
-    monkeypatch.setattr(checkpointing.CheckpointCallback, "_save", look)
+    monkeypatch.setattr(checkpointing.CheckpointCallback, "_save", check_before_save)
     run("run", run__checkpoint_every=1)
     if world.rank == 0:
         assert max(behind) <= 1, behind
@@ -276,12 +276,12 @@ def test_learned_costs_and_run_info_are_saved(run, world, monkeypatch):
     assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == metadata["versions"].keys()
     restored, load = [], FitCostModel.load_state_dict
 
-    def look(self, metadata):
+    def record_metadata(self, metadata):
         prior = self._loader.cost
         load(self, metadata)
         restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
 
-    monkeypatch.setattr(FitCostModel, "load_state_dict", look)
+    monkeypatch.setattr(FitCostModel, "load_state_dict", record_metadata)
     run("run", run__steps=STEPS + 1, **settings)
     assert restored == [(metadata["cost"], True)]
 
@@ -290,8 +290,8 @@ def test_learned_costs_and_run_info_are_saved(run, world, monkeypatch):
 def test_a_schedule_goes_on(run, world, monkeypatch):
     """After a stop that one rank was asked for by a signal."""
     settings = {"optim__lr_scheduler_type": "linear", "optim__warmup_steps": 4}
-    whole = run("whole", **settings)
-    rates = [line["learning_rate"] for line in lines(run.base / "whole")]
+    uninterrupted = run("uninterrupted", **settings)
+    rates = [line["learning_rate"] for line in lines(run.base / "uninterrupted")]
     assert len(set(rates)) > 4, "it rises and falls"
     original, steps = StopRequest.local_values, iter(range(1, STEPS + 1))
 
@@ -302,12 +302,12 @@ def test_a_schedule_goes_on(run, world, monkeypatch):
 
     monkeypatch.setattr(StopRequest, "local_values", values_after_signal)
     with pytest.raises(StoppedError, match="after step 2; checkpoint saved"):
-        run("cut", **settings)
+        run("interrupted", **settings)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     world.gather_objects(None)
     monkeypatch.undo()
-    np.testing.assert_allclose(run("cut", **settings), whole, rtol=1e-5)
-    assert [line["learning_rate"] for line in lines(run.base / "cut")] == rates
+    np.testing.assert_allclose(run("interrupted", **settings), uninterrupted, rtol=1e-5)
+    assert [line["learning_rate"] for line in lines(run.base / "interrupted")] == rates
 
 
 def test_a_rank_that_cannot_write(run, world, monkeypatch, capfd):

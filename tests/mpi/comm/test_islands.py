@@ -134,12 +134,12 @@ def test_units_that_are_used_several_times_give_the_sums_of_plain_torch(
                     time.sleep(0.02 * (world.rank == step % world.size))
                 model(inputs[world.rank, microbatch]).square().sum().backward()
         parameters = dict(plain.named_parameters())
-        for tensor_slice, (name, own) in zip(
+        for tensor_slice, (name, parameter) in zip(
             [each for each, _ in model.slices()], model.named_shard_parameters(), strict=True
         ):
             wanted = parameters[name].grad.flatten()[tensor_slice.start : tensor_slice.stop]
-            if own.numel():
-                torch.testing.assert_close(own.grad, wanted, rtol=1e-10, atol=1e-10)
+            if parameter.numel():
+                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-10)
         model.publish()
     model.close()
 

@@ -76,22 +76,22 @@ def run_chunk(windows, turn, seed, bounds, ranks, slow=lambda layer: None):
     """This rank's part of output and gradients."""
     number = ranks.index(windows.world.rank)
     hidden, weights = draw(seed)
-    own = hidden[:, :, bounds[number] : bounds[number + 1]].clone().requires_grad_()
-    leaves = [own, *(x.requires_grad_() for x in itertools.chain(*weights))]
+    chunk = hidden[:, :, bounds[number] : bounds[number + 1]].clone().requires_grad_()
+    leaves = [chunk, *(x.requires_grad_() for x in itertools.chain(*weights))]
     with WindowKVExchange(windows, turn, bounds, ranks, f"sequence {seed}") as exchange:
 
         def attention(layer, *qkv):
             slow(layer)
             return context_parallel_attention(*qkv, None, layer, exchange)
 
-        output = through(own, weights, attention)
+        output = through(chunk, weights, attention)
         return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-def assert_unsplit(world, seed, bounds, ranks, own):
+def assert_unsplit(world, seed, bounds, ranks, results):
     """Concatenated outputs and gradients of tokens and summed ones of weights are those of the unsplit sequence."""
     expected = unsplit(seed)
-    gathered = world.gather_objects(own)
+    gathered = world.gather_objects(results)
     parts = [gathered[rank] for rank in ranks]
     assert all(part is not None for part in parts)
     for i, wanted in enumerate(expected):

@@ -16,13 +16,13 @@ from odc_mpi.comm.progress import ProgressThread
 pytestmark = pytest.mark.mpi
 
 
-def is_served(world, base, busy_s):
+def get_completes(world, base, busy_s):
     """Return False on the last rank, which computes without calling MPI, if rank 0 cannot read from it meanwhile.
 
     The window is one over memory of our own: on host memory both libraries then carry a Get by messages, on one node
     too, so that the target has to drive them.
     """
-    memory, served = np.full(1000, world.rank + 1.0), True
+    memory, completed = np.full(1000, world.rank + 1.0), True
     computes = base.with_name(f"{base.name}.computes")
     window = MPI.Win.Create(memory, 8, MPI.INFO_NULL, world.comm)
     window.Lock_all(MPI.MODE_NOCHECK)
@@ -31,7 +31,7 @@ def is_served(world, base, busy_s):
         until = time.monotonic() + busy_s
         with world.background_progress_off():
             computes.touch()
-            while not (served := base.exists()) and time.monotonic() < until:
+            while not (completed := base.exists()) and time.monotonic() < until:
                 np.dot(memory, memory)
     elif world.rank == 0:
         wait_for_file(computes)  # in the gathering above the other would still serve
@@ -43,15 +43,15 @@ def is_served(world, base, busy_s):
     world.gather_objects(None)
     window.Unlock_all()
     window.Free()
-    return served
+    return completed
 
 
 @pytest.mark.mpi(min_size=2)
 def test_with_it_no_rank_waits(world, base):
-    without = is_served(world, base, busy_s=1.5)
+    without = get_completes(world, base, busy_s=1.5)
     assert without == (world.rank < world.size - 1), "this window shows nothing about progress"
     progress = ProgressThread(world, make_progress=lambda: False)
-    assert is_served(world, base.with_name(f"{base.name}.thread"), busy_s=30.0)
+    assert get_completes(world, base.with_name(f"{base.name}.thread"), busy_s=30.0)
     progress.close()
     progress.close()
 

@@ -76,7 +76,9 @@ def test_every_position_once_through_thousands_of_minibatches(world, nodes):
         drew_nothing += bool(count) and not drawn
         made.reset()
         published(world)
-    assert world.size == 1 or sum(world.gather_objects(drew_nothing)) > 0, "nobody drew nothing: that was not tried"
+    assert world.size == 1 or sum(world.gather_objects(drew_nothing)) > 0, (
+        "every rank drew a position: drawing none was not tried"
+    )
     made.close()
 
 
@@ -84,11 +86,11 @@ def test_every_position_once_through_thousands_of_minibatches(world, nodes):
 def test_a_node_asks_another_once_whether_it_has_any_left(world):
     """The second rank of a node believes the first: it asks no other node at all."""
     made = Tickets(Nodes(world, [0, *[1] * (world.size - 1)]))
-    asked = []
+    targets = []
     fetch = made._window.fetch_and_add
-    made._window.fetch_and_add = lambda target, *rest: asked.append(target) or fetch(target, *rest)
+    made._window.fetch_and_add = lambda target, *rest: targets.append(target) or fetch(target, *rest)
     for _ in range(2):  # the second time as the first: the reset clears the cached counts
-        asked.clear()
+        targets.clear()
         published(world)
         if world.rank == 0:
             assert len(list(made.draw(world.size))) == world.size
@@ -99,7 +101,7 @@ def test_a_node_asks_another_once_whether_it_has_any_left(world):
         if world.rank > 1:
             assert list(made.draw(world.size)) == []
         published(world)
-        assert asked == {0: [0, 0, *[1] * world.size], 1: [1, 0]}.get(world.rank, [1])
+        assert targets == {0: [0, 0, *[1] * world.size], 1: [1, 0]}.get(world.rank, [1])
         made.reset()
     made.close()
 

@@ -39,7 +39,7 @@ def test_every_part_is_measured(world, device, options):
     assert [len(size["variants"]) for size in result["sizes"]] == [10, 10]
     assert len(result["kernels"]) == 2 and list(result["left_out"]) == ["kernels"], "torch's operators alone"
     assert set(result["step"]["overhead"]) == {"host_windows", "device_windows", "device_copies"}
-    assert set(result["ranks"]["overhead"]) == {"host_windows", "device_windows", "apart"}
+    assert set(result["ranks"]["overhead"]) == {"host_windows", "device_windows", "independent"}
     for part in (result["step"], result["ranks"]):
         assert max(part["loss_deviation"].values()) < 1e-3 and not part["left_out"]
         assert part["mfu"]["plain"] is None
@@ -63,7 +63,7 @@ def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsy
     assert (code, len(lines) > 1) == (0, world.rank == 0)
     if lines:
         assert set(lines[-1]["step"]["overhead"]) == {"host_windows", "device_copies"}
-        assert set(lines[-1]["ranks"]["overhead"]) == {"host_windows", "apart"}
+        assert set(lines[-1]["ranks"]["overhead"]) == {"host_windows", "independent"}
         step, layers, hidden, vocab = (
             lines[-1]["step"],
             *(QWEN2[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size")),

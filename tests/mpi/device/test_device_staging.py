@@ -82,7 +82,7 @@ def test_owners_write_only_after_the_copies_from_their_windows(world, options, r
         write_parameters(transport, values)
         fetches = [transport.parameters.fetch(index) for index in range(6)]
         for fetch in fetches:
-            fetch.work.complete()  # as the fetch thread does: a stream, and nobody else, would wait for the copies
+            fetch.work.complete()  # as the fetch thread does: only a stream would wait for the copies
         transport.complete_gradients(np.zeros(1))
         for index in range(6):
             transport.parameters.shard(index).fill_(-1.0)

@@ -17,7 +17,6 @@ from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce import slots
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
-from odc_mpi.probe.decision import decide
 from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.device_probe import device_cache_key
 from odc_mpi.probe.report import OperationResult, Peer, Peers, ProbeReport
@@ -144,10 +143,6 @@ def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, d
 def test_windows_on_a_device_go_with_a_model_there(world):
     with pytest.raises(UserError, match=r"comm.window_device: cuda requires run.device cuda"):
         api.decide_for(world, window_device="cuda")
-
-
-def test_a_decision_needs_no_device(world):
-    assert decide(ProbeReport(), on_device=True).window_device.value == "cuda"
 
 
 @pytest.mark.sizes(1)

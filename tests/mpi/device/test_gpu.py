@@ -1,6 +1,5 @@
 """Training on a GPU that the ranks share: `make test-gpu`; elsewhere skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
-import os
 from functools import partial
 
 import pytest
@@ -14,14 +13,7 @@ from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    if not torch.cuda.is_available():
-        required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
-        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4), pytest.mark.usefixtures("gpu")]
 
 
 @pytest.fixture
@@ -108,18 +100,18 @@ def test_split_attention_is_that_of_whole_sequences_in_fp64(world, exact_fp32, s
     whole = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     exact = attend([x.double() for x in inputs], upstream.double(), whole)
     bounds = [tokens * i // world.size for i in range(world.size + 1)]
-    own = slice(*bounds[world.rank : world.rank + 2])
+    tokens_of_chunk = slice(*bounds[world.rank : world.rank + 2])
     windows = KVWindows(world, KVSizes(1, 2 * groups * size * 4, tokens, tokens), shared=shared, device=device)
     assert windows._pinned is not None
     for number in (1, 2):  # the second one reuses the slots
         with WindowKVExchange(windows, number, bounds, range(world.size), "a sequence") as exchange:
             chunk = attend(
-                [x[:, :, own] for x in inputs],
-                upstream[:, :, own],
+                [x[:, :, tokens_of_chunk] for x in inputs],
+                upstream[:, :, tokens_of_chunk],
                 lambda *states, exchange=exchange: context_parallel_attention(*states, None, 0, exchange),
             )
         for name, part, wanted in zip("oqkv", chunk, exact, strict=True):
-            distance = (part - wanted[:, :, own]).norm() / wanted[:, :, own].norm()
+            distance = (part - wanted[:, :, tokens_of_chunk]).norm() / wanted[:, :, tokens_of_chunk].norm()
             assert distance < (1e-5 if dtype == torch.float32 else 2e-2), (name, number, distance)
     windows.close()
 

@@ -145,10 +145,10 @@ def _tiny_composite(family, kind, parts):
     return kind(text_config=text, **towers, tie_word_embeddings=False)
 
 
-def _tiny_towers(parts, **own):
+def _tiny_towers(parts, **settings):
     """Return small settings of vision and audio towers; not of the decoder of another model."""
     return {
-        name: {key: value for key, value in (_TOWER | own).items() if key in part.to_dict()}
+        name: {key: value for key, value in (_TOWER | settings).items() if key in part.to_dict()}
         | {"model_type": part.model_type}
         for name, part in parts.items()
         if name in ("vision_config", "audio_config")

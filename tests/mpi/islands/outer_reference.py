@@ -41,7 +41,7 @@ def train(module, names, dataset, minibatches, optim, islands):
         weights = (tokens[number] / tokens[number].sum()).tolist()
         tokens[number] = 0
         sent[number] = sum(
-            w * (outer - parameters_to_vector(own).detach()) for w, own in zip(weights, parameters, strict=True)
+            w * (outer - parameters_to_vector(inner).detach()) for w, inner in zip(weights, parameters, strict=True)
         )
 
     @torch.no_grad()
@@ -49,10 +49,10 @@ def train(module, names, dataset, minibatches, optim, islands):
         mask, mean = numbers == number, sent.pop(number)
         velocity[mask] = (islands.outer_momentum * velocity + mean)[mask]
         outer[mask] -= (islands.outer_learning_rate * (mean + islands.outer_momentum * velocity))[mask]
-        for own in parameters:
-            local = parameters_to_vector(own)
+        for inner in parameters:
+            local = parameters_to_vector(inner)
             shared = islands.local_share * local + (1 - islands.local_share) * outer
-            vector_to_parameters(torch.where(mask, shared, local), own)
+            vector_to_parameters(torch.where(mask, shared, local), inner)
 
     for step, parts in enumerate(minibatches, 1):
         step_loss, counts = 0.0, [sum(int(dataset.num_trained_tokens[i]) for i in part) for part in parts]
@@ -79,5 +79,5 @@ def train(module, names, dataset, minibatches, optim, islands):
         if tokens[number].sum():
             send(number)
             outer[numbers == number] -= sent.pop(number)[numbers == number]
-    pieces = zip(parameters[0], outer.split([p.numel() for p in parameters[0]]), strict=True)
-    return losses, dict(zip(names, (piece.view(p.shape) for p, piece in pieces), strict=True))
+    slices = zip(parameters[0], outer.split([p.numel() for p in parameters[0]]), strict=True)
+    return losses, dict(zip(names, (slice_.view(p.shape) for p, slice_ in slices), strict=True))

@@ -2,7 +2,6 @@
 
 import pytest
 from exact_runs import ExactRuns
-from small_training import configure
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 
@@ -22,22 +21,7 @@ OUTER = {
 
 @pytest.fixture
 def exact(world, base, dataset_path):
-    def configured(folder, changes):
-        settings = {
-            "data.minibatch_sequences": 11,
-            "run.steps": 7,
-            "run.dir": folder,
-            "run.exact": "true",
-            "run.checkpoint_every": 50,
-            "optim.adam_epsilon": 1e-8,
-            "run.trace_steps": 0,
-            "data.eval_path": dataset_path,
-            "data.eval_sequences": 9,
-            "run.eval_every": 2,
-        }
-        return configure(dataset_path, **(settings | changes))
-
-    return ExactRuns(world, base, configured)
+    return ExactRuns.of_sequences(world, base, dataset_path, **{"run.steps": 7, "run.eval_every": 2})
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "e3m0"])

@@ -77,7 +77,7 @@ def spoil(world, monkeypatch):
         def spoiled(self, index):
             if next(calls) in rounds and world.rank == 1:
                 outer = self.outer
-                self.outer = [o + change * (o - own) for o, own in zip(outer, self._slices, strict=True)]
+                self.outer = [o + change * (o - inner) for o, inner in zip(outer, self._slices, strict=True)]
                 message = encode(self, index)
                 self.outer = outer
                 return message

@@ -91,14 +91,14 @@ def test_a_counter_that_get_accumulate_reads_wrongly_is_reported(world, monkeypa
 
 @pytest.mark.mpi(min_size=2)
 def test_a_listener_gets_every_attempt(world):
-    heard = []
-    report = probe.probe(world, probe.QUICK, on_message=lambda report, doing: heard.append((report, doing)))
+    messages = []
+    report = probe.probe(world, probe.QUICK, on_message=lambda report, doing: messages.append((report, doing)))
     assert report == world.gather_objects(report)[0], "all ranks have the same report"
     assert report.shared_memory.readable and report.shared_memory.contiguous and report.shared_memory.load_s > 0
-    tried = [doing for _, doing in heard]
+    tried = [doing for _, doing in messages]
     assert tried == ["shared_memory", "window", *(f"same_node {name}" for name in OPERATIONS), None]
-    assert heard[3][0].peers.same_node.get.one_sided is True
-    assert heard[3][0].peers.same_node.put.one_sided is None
+    assert messages[3][0].peers.same_node.get.one_sided is True
+    assert messages[3][0].peers.same_node.put.one_sided is None
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,10 @@ def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch
     probed = first.with_problem("probed", "it was")
     monkeypatch.setattr(probe, "probe", lambda *_: probed)
     assert probe.cached_or_quick_report(world).problems == ()
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "node", world.node + world.rank)
+        found = probe.cached_or_quick_report(world).problems
+        assert (found == ()) == (world.size == 1), "ranks are laid out differently"
     if files:
         files[0].write_text("damaged")
     assert probe.cached_or_quick_report(world).problems == probed.problems

@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_one_rank(world, exact, grpo_dir, settings):
 )
 def test_slow_ranks_change_no_bit(world, exact, monkeypatch, way):
     wanted = exact.alone(rl__loss_type="dapo")
-    after_microbatch, generate, draws = (
+    on_microbatch_end, generate, draws = (
         GRPOObjective.on_microbatch_end,
         RolloutSource._generate,
         random.Random(world.rank),
@@ -70,7 +70,7 @@ def test_slow_ranks_change_no_bit(world, exact, monkeypatch, way):
 
     def late(self, result):
         time.sleep(draws.choice([0, 0.002, 0.02]))
-        after_microbatch(self, result)
+        on_microbatch_end(self, result)
 
     def late_to_generate(self, *arguments):
         time.sleep(draws.choice([0, 0.01, 0.05]))

@@ -39,31 +39,37 @@ def given_completions(index):
     lengths = draws.integers(1, MAX_LENGTH + 1, size=NUM_GENERATIONS)
     tokens = [draws.integers(0, END, size=length).tolist() for length in lengths]
     stopped = [length < MAX_LENGTH or bool(draws.integers(2)) for length in lengths]
-    return [[*own[:-1], END] if ended else own for own, ended in zip(tokens, stopped, strict=True)], stopped
+    return [
+        [*completion[:-1], END] if ended else completion for completion, ended in zip(tokens, stopped, strict=True)
+    ], stopped
 
 
-def give(module, prompts, sampling, deliver, progress):
+def sample_given(module, prompts, sampling, deliver, progress):
     """Deliver given completions in place of generated ones."""
     for i, prompt in enumerate(prompts):
         tokens, stopped = given_completions(prompt.number)
-        deliver(i, PromptCompletions(tokens, [np.zeros(len(own), np.float32) for own in tokens], stopped, 0.0))
+        deliver(
+            i, PromptCompletions(tokens, [np.zeros(len(completion), np.float32) for completion in tokens], stopped, 0.0)
+        )
 
 
 def train(world, config):
     """Train; return for each step the metrics, the full gradients and the parameters before it."""
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
-    model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []
+    model, divide, gradients, steps = trainer.model, trainer.model.divide_gradients_, [], []
 
     def divide_and_keep(divisor):
         divide(divisor)
-        own.append({name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None}
+        )
 
     model.divide_gradients_ = divide_and_keep
-    with patch.object(source, "sample", give), trainer:
+    with patch.object(source, "sample", sample_given), trainer:
         for _ in range(STEPS):
             before = {name: value.clone() for name, value in model.state_dict().items()}
             metrics = trainer.step()
-            of_ranks = world.gather_objects({name: value.numpy() for name, value in own.pop().items()})
+            of_ranks = world.gather_objects({name: value.numpy() for name, value in gradients.pop().items()})
             names = {name for each in of_ranks for name in each}
             gradient = {name: np.concatenate([each[name] for each in of_ranks if name in each]) for name in names}
             steps.append((metrics, gradient, before))
@@ -101,12 +107,12 @@ def compute_terms(policy, reference, rl, row, index, only_even):
     for completion, ended, advantage in zip(tokens, stopped, advantages, strict=True):
         if rl.mask_truncated_completions and not ended:
             continue
-        own = compute_logps(policy, row.tokens, completion)
-        losses, kl = -torch.exp(own - own.detach()) * advantage, torch.zeros(1)
+        logps = compute_logps(policy, row.tokens, completion)
+        losses, kl = -torch.exp(logps - logps.detach()) * advantage, torch.zeros(1)
         if rl.beta:
             with torch.no_grad():
-                theirs = compute_logps(reference, row.tokens, completion)
-            kl = torch.exp(theirs - own) - (theirs - own) - 1
+                reference_logps = compute_logps(reference, row.tokens, completion)
+            kl = torch.exp(reference_logps - logps) - (reference_logps - logps) - 1
             losses = losses + rl.beta * kl
         yield losses, kl
 
@@ -151,14 +157,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("loss_type", "scale", "masked", "beta", "adapters", "only_even"), CASES)
+@pytest.mark.parametrize(("loss_type", "scale", "mask_truncated", "beta", "adapters", "only_even"), CASES)
 def test_losses_and_gradients_are_those_of_the_formulas(
-    world, grpo_dir, loss_type, scale, masked, beta, adapters, only_even
+    world, grpo_dir, loss_type, scale, mask_truncated, beta, adapters, only_even
 ):
     changes = SETTINGS | {
         "rl__loss_type": loss_type,
         "rl__scale_rewards": scale,
-        "rl__mask_truncated_completions": str(masked).lower(),
+        "rl__mask_truncated_completions": str(mask_truncated).lower(),
         "rl__beta": beta,
     }
     if adapters:
@@ -179,18 +185,18 @@ def test_losses_and_gradients_are_those_of_the_formulas(
     world.gather_objects(None)
 
 
-def check(metrics, gradient, wanted, is_apart):
+def check(metrics, gradient, wanted, has_diverged):
     """Compare a step with the formulas: to 1e-6 of the gradient's norm, and of the sum of all sizes of the loss."""
     loss, size, kl, gradients = wanted
     assert abs(metrics["loss"] - loss) <= 1e-6 * size
     norm = float(torch.cat([value.flatten() for value in gradients.values()]).norm())
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
     assert norm > 1e-3
-    apart = [
+    differences = [
         np.linalg.norm(gradient.get(name, np.zeros(value.numel())) - value.flatten().numpy())
         for name, value in gradients.items()
     ]
-    assert np.linalg.norm(apart) <= 1e-6 * norm
+    assert np.linalg.norm(differences) <= 1e-6 * norm
     if "kl" in metrics:
         assert metrics["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-6)
-        assert not is_apart or kl > 1e-5
+        assert not has_diverged or kl > 1e-5

@@ -47,7 +47,7 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     prompts, made = read_prompt_tokens(grpo_dir), {}
     tokens = [Prompt(index, prompts[index].tokens, (END,)) for index in order]
     sample(torch_reference.initial_model(config).eval(), tokens, sampling, made.__setitem__)
-    lengths = [len(own) for found in made.values() for own in found.tokens]
+    lengths = [len(completion) for found in made.values() for completion in found.tokens]
     assert lines[0]["num_input_tokens"] == sum(lengths) and lines[0]["reward"] == pytest.approx(-np.mean(lengths) / 4)
     assert lines[0]["entropy"] == pytest.approx(sum(found.entropy for found in made.values()) / sum(lengths))
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-6
@@ -72,7 +72,7 @@ def trained_groups(lines):
 def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     """Ranks train their own groups; then any idle rank does, with a slow rank."""
     changes = {"optim__adam_epsilon": 1e-3}
-    own, summary = run("own", **changes, rl__store_bytes=0)
+    not_shared, summary = run("not_shared", **changes, rl__store_bytes=0)
     assert summary["groups_claimed_from_other_ranks"] == 0
     generate = RolloutSource._generate
 
@@ -82,18 +82,18 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
 
     monkeypatch.setattr(RolloutSource, "_generate", slowed)
     shared, _ = run("shared", **changes)
-    np.testing.assert_allclose(trained_groups(shared), trained_groups(own), rtol=2e-5, atol=2e-6)
-    for line in own + shared:
+    np.testing.assert_allclose(trained_groups(shared), trained_groups(not_shared), rtol=2e-5, atol=2e-6)
+    for line in not_shared + shared:
         trained = 6 if (line["step"] - 1) % 3 < 2 else 2  # fourteen prompts in steps of six
         equal = round(line["frac_reward_zero_std"] * trained)
         assert line["groups_generated_max"] <= trained
-        assert line["groups_not_stored"] == (trained - equal if line in own else 0)
+        assert line["groups_not_stored"] == (trained - equal if line in not_shared else 0)
     assert sum(line["groups_claimed_from_other_ranks"] for line in shared) > 0
 
 
 @pytest.mark.sizes(2)
 def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, monkeypatch):
-    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._score_group
+    waiting, reported, wait, score = [], [], RolloutSource._wait, RolloutSource._score_group
     tokens, report = [], RolloutSource._report_token
 
     def scored(source, *arguments):
@@ -111,7 +111,7 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
         tokens.append(waiting.pop())
 
     def task():
-        served.extend(waiting)
+        reported.extend(waiting)
         return False
 
     monkeypatch.setattr(RolloutSource, "_score_group", scored)
@@ -120,8 +120,8 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
     world.progress.add(task)
     run("waiting", run__steps=1)
     world.progress.remove(task)
-    assert [token for token in served if token is not None] == tokens
-    assert None in served or world.rank == 1
+    assert [token for token in reported if token is not None] == tokens
+    assert None in reported or world.rank == 1
 
 
 @pytest.mark.sizes(2)
@@ -151,7 +151,7 @@ def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generate
     assert list(steps_in(run.base / "on" / "checkpoints")) == [2, 4]
     np.testing.assert_allclose(trained_groups(found), trained_groups(whole), rtol=2e-5, atol=2e-6)
     texts = [(run.base / name / "completions.jsonl").read_text().splitlines() for name in ("whole", "on")]
-    shown, again = ([json.loads(line) for line in own] for own in texts)
+    shown, again = ([json.loads(line) for line in text] for text in texts)
     assert [line["step"] for line in shown] == [step for step in (1, 2, 3, 4) for _ in range(NUM_GENERATIONS)]
     assert [(line["prompt"], line["completion"]) for line in again] == [
         (line["prompt"], line["completion"]) for line in shown

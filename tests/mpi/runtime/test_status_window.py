@@ -43,7 +43,7 @@ def test_a_page_that_is_written_all_the_time_is_read_atomically(world, window):
             for status in window.read(window.others).values():
                 assert status.what == texts[status.microbatch]
                 numbers.add((status.microbatch, status.heartbeat_number))
-        assert len(numbers) > 5 or world.size == 1, "nobody wrote meanwhile"
+        assert len(numbers) > 5 or world.size == 1, "no rank wrote meanwhile"
         world.comm.Ibarrier().Wait()
     else:
         number = 0

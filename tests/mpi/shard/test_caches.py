@@ -26,7 +26,7 @@ def test_a_size_that_is_none_on_one_rank_is_refused_on_all(world, wrong):
 
 @pytest.mark.parametrize("num_gpus", [1, 3])
 def test_ranks_share_the_memory_of_a_gpu_with_the_same_uuid(world, monkeypatch, num_gpus):
-    """Each rank sees one GPU, as under `srun --gpus-per-task=1`: only the UUID tells if it is the same one."""
+    """Each rank sees one GPU, as under `srun --gpus-per-task=1`: only the UUID shows if it is the same one."""
     device = LateDevice()
     device.free_bytes = lambda: 12_000
     monkeypatch.setattr(api, "find_device", lambda kind, host_rank: device)

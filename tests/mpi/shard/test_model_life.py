@@ -58,6 +58,20 @@ def test_nothing_stays_of_models_that_are_closed(world, decision):
     assert [reference() for reference in references] == [None] * len(references)
 
 
+def test_a_parameter_that_is_kept_outlives_its_model(world):
+    """With zero-copy it lies in the window's memory, which is gone then."""
+    model, seen = shard_model(torch.nn.Linear(64, 64), world), []
+    model.module.register_forward_hook(lambda module, inputs, output: seen.append(module.weight.detach()))
+    with model.minibatch():
+        model(torch.ones(1, 64)).sum().backward()
+    (whole,) = seen
+    part, before = whole[3:5].view(torch.int32), whole.clone()
+    model.close()
+    assert torch.equal(whole, before) and torch.equal(part, before[3:5].view(torch.int32))
+    whole.zero_()
+    assert not part.any()
+
+
 def test_models_that_were_not_closed_are_named_when_memory_runs_out(world, decision, monkeypatch):
     model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
     monkeypatch.setattr("odc_mpi.runtime.memory.available_bytes", lambda: 0)

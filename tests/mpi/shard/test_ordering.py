@@ -68,4 +68,4 @@ def test_no_rank_waits_for_a_slow_rank_before_gradients_are_complete(model, worl
     waited, left = arrivals[0] - began, time.perf_counter() - began
     model.publish()
     assert waited > 1.7 if slow else waited < 0.9, f"rank {world.rank} came to A after {waited:.2f} s"
-    assert left > 1.7, "nobody may pass A before the slow rank has come"
+    assert left > 1.7, "no rank may pass A before the slow rank reaches it"

@@ -73,7 +73,7 @@ def train_sharded(world, network, reduce_dtype=torch.float64, cache_bytes=0, pre
             optimizer.step()
         model.publish()
     state = model.state_dict()
-    world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
+    world.gather_objects(None)  # state_dict is one-sided: no rank frees windows that another still reads
     model.close()
     return state, skipped
 

@@ -1,5 +1,6 @@
 """Runs that begin with the model of another run, and settings that are resolved at the start."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from small_training import configure, save_model, train_to_the_end
 
 from odc_mpi import api, hub
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.configuration import first_difference
@@ -89,6 +91,17 @@ def test_a_run_goes_on_with_the_model_of_another(
     else:
         with pytest.raises(AllRanksUserError, match=r"lora.r: .* odc-mpi export .* --out DIR"):
             train(configure(dataset_path, **still | LORA | {"model.path": base / "a"}), world)
+
+
+def test_ranks_with_different_data_are_reported(world, dataset_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # of each rank
+    names = {"vocab_size": 61, "tokenizer": "none", "source": "other"}
+    with Dataset(dataset_path) as whole, DatasetWriter("data.h5", **names) as writer:
+        for tokens, mask in itertools.islice(whole, len(whole) - world.rank):
+            writer.append(tokens.astype(np.uint32), mask)
+    differing = r"data.path: data.h5 differs between ranks: rank 1 has [0-9a-f]+, rank 0 has [0-9a-f]+"
+    with pytest.raises(AllRanksUserError, match=differing):
+        train(configure("data.h5"), world)
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "adapters"])

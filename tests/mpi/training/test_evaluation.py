@@ -48,9 +48,9 @@ def wanted_before_training(path, count=NUM_HELD_OUT):
     with Dataset(path) as dataset, torch.no_grad():
         correct = trained = 0
         for tokens, loss_mask in (dataset[index] for index in range(count)):
-            tokens, trains = torch.from_numpy(tokens), torch.from_numpy(loss_mask)[1:].bool()
+            tokens, has_loss = torch.from_numpy(tokens), torch.from_numpy(loss_mask)[1:].bool()
             found = reference(input_ids=tokens[None]).logits[0, :-1].argmax(-1)
-            correct, trained = correct + int((found == tokens[1:])[trains].sum()), trained + int(trains.sum())
+            correct, trained = correct + int((found == tokens[1:])[has_loss].sum()), trained + int(has_loss.sum())
         return float(torch_reference.compute_loss(reference, dataset, range(count))), correct / trained
 
 

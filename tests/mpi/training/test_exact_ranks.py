@@ -18,21 +18,7 @@ STEPS = 5
 
 @pytest.fixture
 def exact(world, base, dataset_path):
-    def configured(folder, changes):
-        settings = {
-            "data.minibatch_sequences": 11,
-            "run.steps": STEPS,
-            "run.dir": folder,
-            "run.exact": "true",
-            "run.checkpoint_every": 50,
-            "optim.adam_epsilon": 1e-8,
-            "run.trace_steps": 0,
-            "data.eval_path": dataset_path,
-            "data.eval_sequences": 9,
-        }
-        return configure(dataset_path, **(settings | changes))
-
-    return ExactRuns(world, base, configured)
+    return ExactRuns.of_sequences(world, base, dataset_path, **{"run.steps": STEPS})
 
 
 def check(exact, world, way, **model):

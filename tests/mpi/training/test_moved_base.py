@@ -93,14 +93,11 @@ def test_it_is_exported_over_it(world, moved, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (
-            "model.safetensors",
-            lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-            "safetensors differs: set model.path",
-        ),
+        ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+         "safetensors differs: set model.path"),
         ("config.json", lambda content: content.replace(b"1e-06", b"1e-05"), r"with rms_norm_eps 1e-06, got 1e-05 in"),
     ],
-)
+)  # fmt: skip
 def test_another_base_in_that_place_is_refused(world, moved, tmp_path, capsys, file, change, words):
     run_dir, place, _ = moved
     other = shutil.copytree(place, tmp_path / "other")

@@ -19,9 +19,9 @@ def allocate(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for name, arrays in parts:
-        own = [FlatLayout.build(name or "(root)", array, transport.group.size) for array in arrays]
-        units.append(Unit(name, own, range(len(layouts), len(layouts) + len(own))))
-        layouts += own
+        of_unit = [FlatLayout.build(name or "(root)", array, transport.group.size) for array in arrays]
+        units.append(Unit(name, of_unit, range(len(layouts), len(layouts) + len(of_unit))))
+        layouts += of_unit
     transport.allocate(layouts)
     for i, layout in enumerate(layouts):
         transport.parameters.shard(i).fill_(-1)

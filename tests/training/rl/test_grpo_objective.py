@@ -15,10 +15,10 @@ from odc_mpi.training.rl.metrics import RolloutMetrics
 from odc_mpi.training.rl.settings import GRPOConfig
 
 
-@pytest.mark.parametrize("apart", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])
-def test_the_divergence_is_the_formula_also_where_policies_are_alike(apart):
+@pytest.mark.parametrize("offset", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])
+def test_the_divergence_is_the_formula_also_where_policies_are_alike(offset):
     reference = torch.tensor([-2.5])
-    logps = reference - apart
+    logps = reference - offset
     difference = (reference - logps).double()
     assert kl_k3(logps, reference).item() == pytest.approx((difference.exp() - difference - 1).item(), rel=1e-3)
 

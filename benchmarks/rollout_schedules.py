@@ -1,0 +1,216 @@
+"""Simulate schedules of GRPO: in each minibatch, ranks generate completions, then train on them. Does not use MPI.
+
+    python benchmarks/rollout_schedules.py --speed-variation 0.1 [--json]
+
+    collective/barrier     ranks generate, wait for each other, then train with collectives on balanced microbatches
+    window/barrier         ranks generate, wait for each other, then claim microbatches to train on
+    window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
+                           order in which they finish
+    bound                  lower bound: the time that all work takes if no rank ever waits or, if later, the earliest
+                           time at which training on a completion of the last generated group can end
+
+The options are those of `odc-mpi simulate`, except that `--per-rank` counts prompts and `--lengths` specifies the
+lengths of completions, and those of generation (see `RolloutScenario`). The completions of a prompt form its prompt
+group. A rank decodes all completions of its prompts together. Each decode step adds a token to every unfinished
+completion, and takes a constant time plus a time per unfinished completion. Training on a group can begin only when its
+last completion is finished, because its advantages are unknown until then. For window/on_demand, each group is divided
+into `SHARES` shares, which idle ranks claim.
+
+The JSON object has `speedup` (total time of collective/barrier divided by that of the schedule), `idle_fraction` and
+`step_s` for each schedule and for the bound; `generation_fraction`, the fraction of the busy time of collective/barrier
+in which ranks generate; and the options in `scenario`.
+"""
+
+import argparse
+import heapq
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from odc_mpi.cli.options import add_scenario
+from odc_mpi.data.plan.balance import dynamic, lb_micro
+from odc_mpi.data.plan.dynamic_packing import SequenceIndices
+from odc_mpi.data.plan.partition import first_fit
+from odc_mpi.errors import UserError
+from odc_mpi.simulate.events import Intervals, SimulatedTiming
+from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
+from odc_mpi.simulate.simulate import collect_timings, simulate_timing
+
+SCHEDULES = BASELINE, BARRIER, ON_DEMAND = "collective/barrier", "window/barrier", "window/on_demand"
+BOUND = "bound"
+#: Number of shares of about equal cost into which a prompt group is divided. It must be fixed before lengths are known.
+#: With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch is incurred more often.
+SHARES = 4
+
+
+@dataclass(frozen=True)
+class RolloutScenario(Scenario):
+    """Scenario of a GRPO run. `per_rank` counts prompts, and `lengths` specifies the lengths of completions.
+
+    The default times are for 1.5 B parameters in bf16 on an A100 with 1.5 TB/s. A decode step reads 3 GB of parameters
+    and, for each sequence, the keys and values of 4,500 tokens on average, at 28,672 bytes per token.
+
+    Attributes:
+        completions: Completions per prompt.
+        decode_step_s: Constant seconds of a decode step.
+        decode_sequence_s: Seconds of each sequence in a decode step.
+    """
+
+    lengths: str = "aime"
+    completions: int = 8
+    decode_step_s: float = 2e-3
+    decode_sequence_s: float = 8.6e-5
+
+    @property
+    def num_groups(self) -> int:
+        """Number of prompts in a minibatch."""
+        return self.ranks * self.per_rank
+
+    @property
+    @override
+    def num_sequences(self) -> int:
+        return self.num_groups * self.completions
+
+
+@dataclass(frozen=True)
+class SimulatedRollouts:
+    """Simulated minibatch of completions. Completion `i` belongs to prompt group `i // scenario.completions`."""
+
+    scenario: RolloutScenario
+    minibatch: SimulatedMinibatch
+
+    def positions(self, group: int) -> range:
+        """Return the indices of the completions of a prompt group."""
+        count = self.scenario.completions
+        return range(group * count, (group + 1) * count)
+
+    def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
+        """Return sorted pairs of end time (in seconds) and group, for `groups` that `rank` decodes together."""
+        lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
+        order = np.argsort(lengths, kind="stable")
+        # Between the ends of two completions, the unfinished ones need one step per token.
+        num_unfinished = np.arange(len(order), 0, -1)
+        steps = np.diff(lengths[order], prepend=0)
+        ends = np.cumsum(steps * (self.scenario.decode_step_s + self.scenario.decode_sequence_s * num_unfinished))
+        each = np.empty(len(order))
+        each[order] = ends / self.minibatch.speeds[rank]
+        last = each.reshape(len(groups), -1).max(axis=1).tolist()
+        return sorted(zip(last, groups, strict=True))
+
+    @cached_property
+    def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
+        """Result of `decode_ends_s` for the prompt groups that each rank generates, as a list indexed by rank."""
+        num_groups, ranks = self.scenario.num_groups, self.scenario.ranks
+        return [self.decode_ends_s(rank, range(rank, num_groups, ranks)) for rank in range(ranks)]
+
+    def shares(self, group: int) -> list[list[SequenceIndices]]:
+        """Return the shares of a finished prompt group, each as a list of microbatches."""
+        lengths = self.minibatch.lengths
+        longest_first = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
+        # Forth and back over the shares, so that the longest is with the shortest.
+        order = [*range(SHARES), *reversed(range(SHARES))]
+        shares: list[list[int]] = [[] for _ in range(SHARES)]
+        for position, share in zip(longest_first, cycle(order)):
+            shares[share].append(position)
+        packed = []
+        for share in shares:
+            bins = first_fit(lengths[share], self.scenario.max_tokens)
+            packed.append([tuple(share[k] for k in indices) for indices in bins])
+        return packed
+
+    def bounds_s(self) -> tuple[float, float]:
+        """Return two lower bounds, in seconds, on the time that any schedule needs.
+
+        The first is the earliest time at which the fastest rank can finish training on the cheapest completion of the
+        last generated prompt group. The second is the time that all work takes if no rank ever waits.
+        """
+        minibatch, scenario = self.minibatch, self.scenario
+        decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
+        end, group = max(decoded)
+        cheapest = min(minibatch.sequence_s[i] for i in self.positions(group))
+        fewest = math.ceil(int(minibatch.lengths.sum()) / scenario.max_tokens)
+        work = math.fsum(minibatch.sequence_s.tolist()) + fewest * scenario.overhead_s
+        work += math.fsum(end_s * speed for (end_s, _), speed in zip(decoded, minibatch.speeds.tolist(), strict=True))
+        return end + cheapest / float(minibatch.speeds.max()), work / float(minibatch.speeds.sum())
+
+    def simulate(self, schedule: str) -> SimulatedTiming:
+        """Simulate one of `SCHEDULES`. Ranks are busy while they generate or train."""
+        free = [ends_of_rank[-1][0] for ends_of_rank in self.assigned_decode_ends_s]
+        if schedule == ON_DEMAND:
+            return self._simulate_on_demand(free)
+        scenario, begin = self.scenario, max(free)
+        balance = lb_micro if schedule == BASELINE else dynamic
+        plan = balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+        training = simulate_timing(self.minibatch, plan, schedule.split("/")[0])
+        timeline = [
+            [(0.0, end), *((begin + began, begin + ended) for began, ended in intervals)]
+            for end, intervals in zip(free, training.timeline, strict=True)
+        ]
+        return SimulatedTiming(begin + training.end_s, timeline)
+
+    def _simulate_on_demand(self, free: Sequence[float]) -> SimulatedTiming:
+        """Simulate ranks that, after generating, claim shares of groups in the order in which the groups finish."""
+        timeline: list[Intervals] = [[(0.0, end)] for end in free]
+        idle = [(end, rank) for rank, end in enumerate(free)]
+        heapq.heapify(idle)
+        for ready, group in sorted(each for ends_of_rank in self.assigned_decode_ends_s for each in ends_of_rank):
+            for share in self.shares(group):
+                at, rank = idle[0]
+                began = max(at, ready)
+                ended = began + math.fsum(self.minibatch.window_s(rank, each, is_first=False) for each in share)
+                timeline[rank].append((began, ended))
+                heapq.heapreplace(idle, (ended, rank))
+        return SimulatedTiming(max(at for at, _ in idle), timeline)
+
+
+def simulate_rollouts(scenario: RolloutScenario) -> dict[str, Any]:
+    """Simulate all schedules, and return the JSON object that the module's docstring describes."""
+    minibatches = [SimulatedRollouts(scenario, minibatch) for minibatch in scenario.minibatches()]
+    ends, busy, _ = collect_timings({name: each.simulate(name) for name in SCHEDULES} for each in minibatches)
+    bounds = [minibatch.bounds_s() for minibatch in minibatches]
+    work = {name: float(seconds.sum()) for name, seconds in busy.items()}
+    work[BOUND] = scenario.ranks * math.fsum(shared for _, shared in bounds)
+    totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
+    totals[BOUND] = math.fsum(max(seconds) for seconds in bounds)
+    generated = sum(seconds[-1][0] for minibatch in minibatches for seconds in minibatch.assigned_decode_ends_s)
+    return {
+        "scenario": asdict(scenario),
+        "speedup": {name: totals[BASELINE] / total for name, total in totals.items()},
+        "idle_fraction": {name: max(0.0, 1 - work[name] / (scenario.ranks * total)) for name, total in totals.items()},
+        "step_s": {name: total / len(minibatches) for name, total in totals.items()},
+        "generation_fraction": generated / work[BASELINE],
+    }
+
+
+def main() -> None:
+    """Simulate the scenario of the command line, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_scenario(parser, lengths=RolloutScenario.lengths)
+    for field in ("completions", "decode_step_s", "decode_sequence_s"):
+        default = getattr(RolloutScenario, field)
+        parser.add_argument(f"--{field.replace('_', '-')}", type=type(default), default=default)
+    arguments = vars(parser.parse_args())
+    names = {field.name for field in fields(RolloutScenario)}
+    try:
+        scenario = RolloutScenario(**{name: value for name, value in arguments.items() if name in names})
+        result = simulate_rollouts(scenario)
+    except UserError as error:
+        parser.error(str(error))
+    if arguments["json"]:
+        print(json.dumps(result))
+        return
+    print(f"{'':20}{'speed-up':>10}{'idle':>8}{'s / step':>10}")
+    for name, speedup in result["speedup"].items():
+        print(f"{name:20}{speedup:10.3f}{result['idle_fraction'][name]:8.1%}{result['step_s'][name]:10.2f}")
+    print(f"Generation is {result['generation_fraction']:.0%} of the work.")
+
+
+if __name__ == "__main__":
+    main()
