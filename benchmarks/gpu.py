@@ -308,8 +308,7 @@ class _Parts:
         assert choice is not None
         if choice.value == "cpu":
             return f"on {world.size} ranks: {choice.reason}"
-        errors = world.gather_objects(allocation_error(self._device, gpu_windows.MIN_BYTES))
-        return next((trouble for trouble in errors if trouble), None)
+        return allocation_error(world, self._device, gpu_windows.MIN_BYTES)
 
     def _keep(self, name: str, measured: Any, failure: str | None, on_device: bool = False) -> None:
         """Add an entry to the result, or the reason why it is missing, and free memory."""

@@ -269,8 +269,8 @@ def reduction_objections(world: World, device: Device, window_device: str) -> di
     objections = judge(kept if kept is not None else environment_report(world), window_device)
     if len(objections) == len(REDUCTIONS):
         return objections
-    errors = [error for error in world.gather_objects(allocation_error(device, MIN_BYTES)) if error]
-    return dict.fromkeys(REDUCTIONS, errors[0]) if errors else objections
+    error = allocation_error(world, device, MIN_BYTES)
+    return dict.fromkeys(REDUCTIONS, error) if error else objections
 
 
 def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
@@ -286,7 +286,7 @@ def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
     objections = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
-            if any(report.wrong_data("from_device", kind, needed) for needed in (operation, "get")):
+            if any(report.wrong_data(f"device {kind} {needed}") for needed in (operation, "get")):
                 objections[name] = "in odc-mpi doctor it delivered wrong data"
     return objections
 

@@ -262,7 +262,7 @@ def _with_device_report(report: ProbeReport, world: World, device: Device) -> Pr
     cached = load_device_report(world, device)
     if cached is None:
         return report
-    problems = [problem for problem in cached.problems if problem.where[:1] in (("device",), ("from_device",))]
+    problems = [problem for problem in cached.problems if problem.startswith("device ")]
     return replace(report, device=cached.device, problems=(*report.problems, *problems))
 
 

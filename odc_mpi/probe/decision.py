@@ -155,22 +155,19 @@ def decide(
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
-    allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
+    is_allowed = settings.window_device == "cuda" or (settings.window_device == "auto" and device_objection is None)
     has_copies = bool(report.kinds) or settings.zero_copy != "auto"
-    peers: Mapping[str, Peer] = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
-    findings = summarize(report)
-    window_device = _window_device(report, findings, settings, device_objection) if on_device else None
-    if window_device is not None and window_device.value == "cpu" and mapping_error and allowed:
-        window_device = Choice("cpu", f"{window_device.reason}; {mapping_error}")
-    if mapping_error == "" and has_copies and allowed and settings.reduction != "accumulate":
+    peers, findings = report.results(), summarize(report)
+    window_device = _window_device(report, findings, settings, mapping_error, device_objection) if on_device else None
+    if mapping_error == "" and has_copies and is_allowed and settings.reduction != "accumulate":
         window = Choice("map", "each rank maps the memory of the other ranks' GPUs (CUDA IPC)")
-        window_device = Choice(
-            "cuda", window.reason if settings.window_device == "auto" else "set by comm.window_device"
-        )
+        window_device = Choice("cuda", window.reason)
+        if settings.window_device != "auto":
+            window_device = Choice("cuda", "set by comm.window_device")
         zero_copy = Choice("off", "parameters are copied from the owners' GPUs before use")
         reduction = Choice("mailbox", "gradients are copied into mailboxes on the owners' GPUs")
     elif window_device is not None and window_device.value == "cuda":
-        peers = findings.peers
+        peers = report.results(on_device=True)
         window = Choice("create", "Win.Create on memory of the GPUs")
         zero_copy = _zero_copy(report, settings.zero_copy, on_device=True)
         reduction = _reduction(peers, settings.reduction, findings.reduction_objections)
@@ -189,15 +186,16 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 
     `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
-    memory: tuple[tuple[str, ...], str, str] = ((), "", "")
+    memory, where, advice = "", "", ""
     if decision.windows_on_device and not decision.maps_devices:
-        memory = (("from_device",), ", on devices,", ", or set comm.window_device to cpu")
-    trials = [("get", *memory), ("put" if decision.reduction.value == "mailbox" else "accumulate", *memory)]
+        memory, where, advice = "device ", ", on devices,", ", or set comm.window_device to cpu"
+    reduction = "put" if decision.reduction.value == "mailbox" else "accumulate"
+    uses = [(memory, name, where, advice) for name in ("get", reduction)]
     if tickets:
-        trials.append(("fetch_and_op", (), "", ", or set data.balance to lb_mini"))
+        uses.append(("", "fetch_and_op", "", ", or set data.balance to lb_mini"))
     for kind in report.kinds:
-        for name, origin, where, advice in trials:
-            if wrong := report.wrong_data(*origin, kind, name):
+        for memory, name, where, advice in uses:
+            if wrong := report.wrong_data(f"{memory}{kind} {name}"):
                 raise UserError(
                     f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}{where} delivers wrong data under "
                     f"{report.library} ({wrong}): use another MPI library (odc-mpi doctor tests it){advice}"
@@ -205,7 +203,11 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 
 
 def _window_device(
-    report: ProbeReport, findings: DeviceFindings, settings: CommSettings, device_objection: str | None
+    report: ProbeReport,
+    findings: DeviceFindings,
+    settings: CommSettings,
+    mapping_error: str | None,
+    device_objection: str | None,
 ) -> Choice:
     setting = settings.window_device
     if setting == "auto" and device_objection is not None:
@@ -213,12 +215,11 @@ def _window_device(
     if setting == "auto" and not report.kinds and settings.zero_copy == "auto":
         return Choice("cuda", "the only rank transfers nothing")
     objection = findings.objection or findings.reduction_objections.get(settings.reduction)
-    if setting == "cuda" and objection is not None:
-        return Choice(setting, f"set by comm.window_device; warning: {objection}")
     if setting != "auto":
-        return Choice(setting, "set by comm.window_device")
+        warning = f"; warning: {objection}" if setting == "cuda" and objection else ""
+        return Choice(setting, f"set by comm.window_device{warning}")
     if objection is not None:
-        return Choice("cpu", objection)
+        return Choice("cpu", f"{objection}; {mapping_error}" if mapping_error else objection)
     return Choice("cuda", "odc-mpi doctor has seen all operations work that windows on GPUs need")
 
 
@@ -295,7 +296,7 @@ def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, redu
     uses = [(kind, name, getattr(peer, name)) for kind, peer in peers.items() for name in needed]
     if "other_node" in report.kinds:
         # Within a node, the counter of the tickets is in shared memory, whatever window the trial used.
-        uses.append(("other_node", "fetch_and_op", (report.peers.other_node or Peer()).fetch_and_op))
+        uses.append(("other_node", "fetch_and_op", report.results()["other_node"].fetch_and_op))
     waiting = [_waits_for_target(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
     if uses_mailbox:
         waiting.append(MAILBOX_REASON)

@@ -1,8 +1,8 @@
 """Trials of windows on devices, needed because MPI libraries do not reliably report whether they support them.
 
 All ranks map each other's memory, which needs no MPI, and create a window. For each kind of peer, one pair of ranks
-tries Get, Put and Accumulate, with device memory and with host memory at the origin. With device memory, each of them
-is also tested for stale reads (`probe.trial`). Then every rank accumulates into its own window.
+tries Get, Put and Accumulate, with device memory at the origin as well, and tests each of them for stale reads
+(`probe.trial`). Then every rank accumulates into its own window.
 
 Because an unsupported operation may crash the process or never return, these trials run only in child processes of
 `odc-mpi doctor`, which caches the results. Training runs only read the cache.
@@ -10,7 +10,8 @@ Because an unsupported operation may crash the process or never return, these tr
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from odc_mpi.comm.windows.rma import as_mpi_buffer, messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
 from odc_mpi.probe.operations import Buffer
-from odc_mpi.probe.report import DEVICE_OPERATIONS, NO_ANSWER, OnMessage, ProbeReport, Problem
+from odc_mpi.probe.report import DEVICE_OPERATIONS, NO_ANSWER, OnMessage, Peers, ProbeReport
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
-#: Time limits for each trial, shorter than in `probe.FULL` because there are six operations for each kind of peer.
+#: Time limits for each trial, shorter than in `probe.FULL` because each operation is also tested for stale reads.
 BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum age of a cached report, in seconds. Its cache key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
@@ -48,18 +49,17 @@ def try_device(
     world.prepare_threads(device.set_current)
     names = tuple(sorted(set(world.gather_objects(device.name))))
     report = report.with_device(names=names, cuda_support=cuda_support())
-    on_message(report, "device.memory")
-    errors = [error for error in world.gather_objects(allocation_error(device, LARGE_BYTES[-1])) if error]
-    if errors:
-        return report.with_problem(Problem(("device", "memory"), errors[0]))
-    on_message(report, "device.mapping")
+    on_message(report, "device memory")
+    if error := allocation_error(world, device, LARGE_BYTES[-1]):
+        return report.with_problem("device memory", error)
+    on_message(report, "device mapping")
     report = report.with_device(mapping_error=mapping_error(world, device) or "")
-    on_message(report, "device.window")
+    on_message(report, "device window")
     DeviceWindow(world, _SELF_TEST_NUMEL, torch.float32, device).free()
     report = report.with_device(window=True)
     if pairs:
         report = _try_pairs(world, report, pairs, device, on_message)
-    on_message(report, "device.own")
+    on_message(report, "device own")
     return report.with_device(own_accumulate=all(world.gather_objects(_try_self(world, device))))
 
 
@@ -84,15 +84,15 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
-    if cached is not None and any(problem.what.startswith(NO_ANSWER) for problem in cached.problems):
+    if cached is not None and any(f": {NO_ANSWER}" in problem for problem in cached.problems):
         cached = cache.load(key, NO_ANSWER_MAX_AGE_S)
     return world.gather_objects(cached)[0]
 
 
-def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Try to allocate memory for windows, and return the error message, or None on success."""
+def allocation_error(world: World, device: Device, num_bytes: int) -> str | None:
+    """Try to allocate memory for windows on every rank. Return an error message, or None on success. Collective."""
     try:
-        device.empty_for_windows(num_bytes)
+        world.run_on_all(lambda: device.empty_for_windows(num_bytes))
     except UserError as error:
         return str(error)
     return None
@@ -138,14 +138,22 @@ def _try_pairs(
         buffer = DeviceBuffer(device, values)
         return [MPI.Win.Create(buffer.memory, 1, MPI.INFO_NULL, world.comm)], buffer
 
-    origins: dict[str, Callable[[np.ndarray], Buffer]]
-    origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": Buffer}
-    staleness_tests = [(name, origin) for name, origin in DEVICE_OPERATIONS if origin == "from_device"]
-    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], allocate, origins, staleness_tests)
-    for name, origin in DEVICE_OPERATIONS:
+    trials = Trials(
+        world,
+        pairs,
+        BUDGET,
+        LARGE_BYTES[-1],
+        allocate,
+        partial(DeviceBuffer, device),
+        staleness_tests=DEVICE_OPERATIONS,
+    )
+    peers = Peers()
+    for name in DEVICE_OPERATIONS:
         for kind in pairs:
-            on_message(report, f"{origin}.{kind}.{name}")
-            report = report.with_operation((origin, kind, name), *trials.run(name, kind, origin))
+            on_message(report, f"device {kind} {name}")
+            result, problem = trials.run(name, kind)
+            peers = peers.with_result(kind, name, result)
+            report = report.with_device(peers=peers).with_problem(f"device {kind} {name}", problem)
     trials.close()
     return report
 

@@ -26,7 +26,6 @@ from odc_mpi.probe.report import (
     DeviceWindows,
     OperationResult,
     ProbeReport,
-    Problem,
 )
 from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ENDED_BY_LAUNCHER, ChildResult, launched_rank, run_in_child
@@ -42,7 +41,6 @@ OPERATION_S = 12.0
 #: Additional time on machines with a GPU, in seconds, for loading GPU libraries and trying windows on the GPU.
 DEVICE_S = 60.0
 
-_ORIGINS = {"from_device": ("GPU",), "from_host": ("host",)}
 _MODELS = {"unified": "unified", "separate": "separate (not supported: use another MPI library)", None: "no answer"}
 _YES_NO = {True: "yes", False: "no", None: "no answer"}
 _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
@@ -90,7 +88,7 @@ def _report(result: ChildResult) -> ProbeReport:
         free = free_shm_bytes()
         free_mib = "no" if free is None else free >> 20
         failure += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
-    return report.with_problem(Problem(tuple((operation or "closing").split(".")), failure))
+    return report.with_problem(operation or "closing", failure)
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
@@ -124,9 +122,9 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     if not report.kinds:
         console.print("only one rank, nothing to measure: run mpiexec -n 2 odc-mpi doctor", "", sep="\n")
     else:
-        console.print(_operations(report, ("peer", "operation"), [(name, "") for name in OPERATIONS]), "")
+        console.print(_operations(report, OPERATIONS), "")
     if report.device is not None:
-        operations = _operations(report, ("peer", "on the GPU", "from"), DEVICE_OPERATIONS)
+        operations = _operations(report, DEVICE_OPERATIONS, on_device=True)
         console.print(_device_properties(report.device), operations, "", sep="\n")
     console.print("a run will use", _choices(decision), sep="\n")
     if on_device is not None:
@@ -153,26 +151,24 @@ def _device_properties(device: DeviceWindows) -> Table:
     return properties
 
 
-def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of `operations`: pairs of a name, and a field of `report.device` or "" for windows on the host."""
+def _operations(report: ProbeReport, operations: Sequence[str], *, on_device: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in headings:
+    for column in ("peer", "on the GPU" if on_device else "operation"):
         table.add_column(column, no_wrap=True)
     for column in ("target idle", "target busy", "GB/s", "fresh reads"):
         table.add_column(column, justify="right")
     table.add_column("one-sided")
-    for kind in report.kinds:
-        for name, origin in operations:
-            where = (origin, kind, name) if origin else (kind, name)
-            peers = getattr(report.device, origin) if origin else report.peers
-            cells = _cells(getattr(getattr(peers, kind), name, OperationResult()), report.problem(*where))
-            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], *_ORIGINS.get(origin, ()), *cells)
+    for kind, peer in report.results(on_device=on_device).items():
+        for name in operations:
+            problem = report.problem(f"device {kind} {name}" if on_device else f"{kind} {name}")
+            cells = _cells(getattr(peer, name), problem)
+            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], *cells)
     return table
 
 
-def _cells(operation: OperationResult, problem: Problem | None) -> tuple[str, ...]:
+def _cells(operation: OperationResult, problem: str | None) -> tuple[str, ...]:
     fresh = "" if operation.num_fresh_reads is None else f"{operation.num_fresh_reads:,}"
     if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
-        return "", "", "", fresh, problem.what if problem else "not tried"
+        return "", "", "", fresh, problem or "not tried"
     idle, busy = format_seconds(operation.idle_s), format_seconds(operation.busy_s)
     return idle, busy, f"{operation.gb_per_s:.2g}", fresh, _ONE_SIDED[operation.one_sided]

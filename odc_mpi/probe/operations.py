@@ -50,27 +50,26 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Checks update it. Links
-            with the same target share it.
-        allocate: Function that creates a buffer with the given initial content.
-        rotation: Number of elements by which the sent values are rotated, so that links send different values.
+        num_bytes: Size of the target's window, including the counter.
+        make_buffer: Function that creates a buffer with the given initial content.
     """
 
-    def __init__(
-        self, win: MPI.Win, target: int, expected: np.ndarray, allocate: Callable[[np.ndarray], Buffer], rotation: int
-    ) -> None:
-        self._win, self._target, self.expected = win, target, expected
-        first = pattern(expected.size)[: expected.size - COUNTER_BYTES]
-        self._values = np.roll(first.view(np.float32)[::-1], rotation).view(np.uint8)
-        self._sent, self.received = allocate(self._values), allocate(np.ones(expected.size, dtype=np.uint8))
+    def __init__(self, win: MPI.Win, target: int, num_bytes: int, make_buffer: Callable[[np.ndarray], Buffer]) -> None:
+        self._win, self._target = win, target
+        self._expected = pattern(num_bytes)  # content of the target's window
+        self._values = self._expected[:-COUNTER_BYTES].view(np.float32)[::-1].copy().view(np.uint8)
+        self._sent, self.received = make_buffer(self._values), make_buffer(np.ones(num_bytes, dtype=np.uint8))
         self._one, self._fetched = np.ones(1, dtype=np.int64), np.empty(1, dtype=np.int64)
-        self._counter = (expected.size - COUNTER_BYTES, 1, MPI.INT64_T)
+        self._counter = (num_bytes - COUNTER_BYTES, 1, MPI.INT64_T)
         self._fetched_in_order = True
-        self._runs: Counter[tuple[str, int]] = Counter()  # by operation and number of bytes
+        self._runs: Counter[int] = Counter()  # of the current operation, by number of bytes
 
     def run(self, name: str, num_bytes: int) -> None:
-        """Run an operation on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
-        self._runs[name, num_bytes] += 1
+        """Run an operation on `num_bytes` bytes, and wait until it is complete at the target. One-sided.
+
+        Call `is_correct` before running another operation.
+        """
+        self._runs[num_bytes] += 1
         self._run(name, num_bytes)
 
     def get(self, num_bytes: int) -> None:
@@ -89,25 +88,30 @@ class ProbeLink:
 
     def is_correct(self, name: str) -> bool:
         """Return True if all runs of an operation had the expected effect. One-sided."""
-        runs = {num_bytes: num_runs for (operation, num_bytes), num_runs in self._runs.items() if operation == name}
+        runs, self._runs = self._runs, Counter()
         if name == "fetch_and_op":
             self._read_counter()
-            return self._fetched_in_order and bool(self._fetched[0] == sum(runs.values()))
-        max_bytes = max(runs)
-        if name != "get":
-            for num_bytes, num_runs in runs.items():
-                content, values = self.expected[:num_bytes], self._values[:num_bytes]
-                if name == "put":
-                    content[:] = values
-                else:
-                    content.view(np.float32)[:] += num_runs * values.view(np.float32)
-            self.received.fill(255, max_bytes)
-            self.get(max_bytes)
-        actual = self.received.read(max_bytes)
-        is_correct = np.array_equal(actual, self.expected[:max_bytes])
-        # The next operation starts from the actual content, correct or not.
-        if name != "get":
-            self.expected[:max_bytes] = actual
+            return self._fetched_in_order and bool(self._fetched[0] == runs.total())
+        if name == "get":
+            return np.array_equal(self.received.read(max(runs)), self._expected[: max(runs)])
+        for num_bytes, num_runs in runs.items():
+            content, values = self._expected[:num_bytes], self._values[:num_bytes]
+            if name == "put":
+                content[:] = values
+            else:
+                content.view(np.float32)[:] += num_runs * values.view(np.float32)
+        return self.update_expected(max(runs))
+
+    def update_expected(self, num_bytes: int) -> bool:
+        """Read the first `num_bytes` bytes of the target's window, which later checks expect there. One-sided.
+
+        Returns True if they had the expected content.
+        """
+        self.received.fill(255, num_bytes)
+        self.get(num_bytes)
+        actual, expected = self.received.read(num_bytes), self._expected[:num_bytes]
+        is_correct = np.array_equal(actual, expected)
+        expected[:] = actual
         return is_correct
 
     def _run(self, name: str, num_bytes: int) -> None:
@@ -119,7 +123,7 @@ class ProbeLink:
             one, fetched = [self._one, MPI.INT64_T], [self._fetched, MPI.INT64_T]
             self._win.Fetch_and_op(one, fetched, self._target, self._counter[0], MPI.SUM)
             self._win.Flush(self._target)
-            self._fetched_in_order &= bool(self._fetched[0] == self._runs[name, num_bytes] - 1)
+            self._fetched_in_order &= bool(self._fetched[0] == self._runs[num_bytes] - 1)
 
     def _read_counter(self) -> None:
         """Read the counter as the work queue does."""

@@ -157,9 +157,10 @@ def _try_pairs(
     # Try each operation with all kinds of peers before the next: if it never returns, most results are known.
     for name in OPERATIONS:
         for kind in pairs:
-            on_message(report, f"{kind}.{name}")
-            result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
-            report = report.with_operation((kind, name), *result)
+            on_message(report, f"{kind} {name}")
+            result, problem = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
+            report = replace(report, peers=report.peers.with_result(kind, name, result))
+            report = report.with_problem(f"{kind} {name}", problem)
     if far:
         far_reads.close()
     trials.close()

@@ -4,9 +4,8 @@ A field is None if its result is missing, unless its description says otherwise.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass, replace
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 #: Message text for each kind of peer, keyed by the field names of `Peers`.
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
@@ -14,17 +13,8 @@ LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
 #: Operations in the order of the trials. The one most likely to fail comes last.
 OPERATIONS = tuple(OPERATION_NAMES)
-#: Operations on device windows, as pairs of an operation and the memory at the origin (a field of `DeviceWindows`), in
-#: the order of the trials. The most important ones come first, and those that have crashed libraries come last.
-DEVICE_OPERATIONS = (
-    ("get", "from_device"),
-    ("put", "from_device"),
-    ("get", "from_host"),
-    ("put", "from_host"),
-    ("accumulate", "from_host"),
-    ("accumulate", "from_device"),
-)
-
+#: Operations on device windows, in the order of the trials. The one that has crashed libraries comes last.
+DEVICE_OPERATIONS = ("get", "put", "accumulate")
 
 #: Problems found by a trial.
 WRONG = "received data differs from what was sent"
@@ -72,6 +62,10 @@ class Peers:
     same_node: Peer | None = None
     other_node: Peer | None = None
 
+    def with_result(self, kind: str, name: str, result: OperationResult) -> "Peers":
+        """Return a copy that includes the measurements of operation `name` with one kind of peer."""
+        return replace(self, **{kind: replace(getattr(self, kind) or Peer(), **{name: result})})
+
 
 @dataclass(frozen=True)
 class SharedMemory:
@@ -99,8 +93,7 @@ class DeviceWindows:
         mapping_error: Reason why ranks cannot map each other's memory, or "" if they can map it.
         window: True if all ranks could create a window together.
         own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
-        from_device: Results with device memory at the origin. `fetch_and_op` is not tried.
-        from_host: Results with host memory at the origin. `fetch_and_op` is not tried.
+        peers: Results with device memory at the origin as well. `fetch_and_op` is not tried.
     """
 
     names: tuple[str, ...] = ()
@@ -108,38 +101,17 @@ class DeviceWindows:
     mapping_error: str | None = None
     window: bool | None = None
     own_accumulate: bool | None = None
-    from_device: Peers = Peers()
-    from_host: Peers = Peers()
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Problem in a trial. It is printed, and stored in JSON, as a string.
-
-    Attributes:
-        where: Name of the trial, such as ("closing",) or ("same_node", "put"). For operations on device windows, it
-            begins with the memory at the origin, as in ("from_device", "same_node", "put").
-        what: `WRONG`, `STALE`, `INCONCLUSIVE`, `NO_ANSWER` followed by a time limit, or another description.
-    """
-
-    where: tuple[str, ...]
-    what: str
-
-    def __str__(self) -> str:
-        return f"{' '.join(self.where)}: {self.what}"
-
-    @classmethod
-    def read(cls, text: str) -> "Problem":
-        """Parse the result of `str(problem)`."""
-        where, _, what = text.partition(": ")
-        return cls(tuple(where.split()), what)
+    peers: Peers = Peers()
 
 
 @dataclass(frozen=True)
 class ProbeReport:
     """All results of a probe.
 
-    `shm_bytes` is the minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
+    Attributes:
+        shm_bytes: Minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
+        problems: Problems of trials, each as "trial: problem", such as "same_node put: no answer within 12 s". Names of
+            trials of device windows begin with "device", as in "device window" or "device same_node put".
     """
 
     library: str | None = None
@@ -151,7 +123,7 @@ class ProbeReport:
     shared_memory: SharedMemory = SharedMemory()
     peers: Peers = Peers()
     device: DeviceWindows | None = None
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -163,62 +135,55 @@ class ProbeReport:
         """Return a copy in which the given fields of `device` are replaced."""
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
-    def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: str | None) -> "ProbeReport":
-        """Return a copy that includes the result of the trial `where` and any problem."""
-        *origin, kind, name = where
-        peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
-        peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
-        report = self.with_device(**{origin[0]: peers}) if origin else replace(self, peers=peers)
-        return report.with_problem(Problem(where, problem)) if problem else report
+    def with_problem(self, trial: str, problem: str | None) -> "ProbeReport":
+        """Return a copy to which the problem of a trial is added, unless `problem` is None."""
+        return replace(self, problems=(*self.problems, f"{trial}: {problem}")) if problem else self
 
-    def with_problem(self, problem: Problem) -> "ProbeReport":
-        """Return a copy with an additional problem."""
-        return replace(self, problems=(*self.problems, problem))
+    def results(self, *, on_device: bool = False) -> dict[str, Peer]:
+        """Return the measurements for each of `kinds`, for windows in host memory or on devices."""
+        peers = self.peers if not on_device else self.device.peers if self.device else Peers()
+        return {kind: getattr(peers, kind) or Peer() for kind in self.kinds}
 
-    def problem(self, *where: str) -> Problem | None:
-        """Return the first problem of the trial `where`, or None."""
-        return next((problem for problem in self.problems if problem.where == where), None)
+    def problem(self, trial: str) -> str | None:
+        """Return the first problem of a trial, without the name of the trial, or None."""
+        return next((text.partition(": ")[2] for text in self.problems if text.startswith(f"{trial}: ")), None)
 
-    def wrong_data(self, *where: str) -> str | None:
-        """Return the description of `problem(*where)` if the data was wrong or stale, otherwise None."""
-        problem = self.problem(*where)
-        return problem.what if problem is not None and problem.what in (WRONG, STALE) else None
+    def wrong_data(self, trial: str) -> str | None:
+        """Return `problem(trial)` if the data was wrong or stale, otherwise None."""
+        problem = self.problem(trial)
+        return problem if problem in (WRONG, STALE) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to a JSON-serializable dictionary."""
-        return asdict(self) | {"problems": tuple(map(str, self.problems))}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Create a report from the result of `to_dict` or its parsed JSON. Raise `ValueError` if it is invalid."""
+        """Create a report from the result of `to_dict` or its parsed JSON.
+
+        Raises `ValueError` or `TypeError` if any field is missing or unknown. Types of scalars are not checked.
+        """
         report: ProbeReport = _build(cls, data)
         return report
 
 
-#: Function called with the report so far and the name of the next trial, such as "shared_memory" or "same_node.put", or
+#: Function called with the report so far and the name of the next trial, such as "shared_memory" or "same_node put", or
 #: None at the end.
 OnMessage = Callable[[ProbeReport, str | None], None]
 
+#: Class of each field that contains several values.
+_CLASSES = {"shared_memory": SharedMemory, "peers": Peers, "device": DeviceWindows}
+_CLASSES |= dict.fromkeys(LOCATIONS, Peer) | dict.fromkeys(OPERATIONS, OperationResult)
+
 
 def _build(kind: Any, data: Any) -> Any:
-    hints = get_type_hints(kind)
-    if not isinstance(data, dict) or data.keys() != hints.keys():
-        raise ValueError(f"expected an object with {sorted(hints)}, got {data!r:.80}")
-    return kind(**{name: _value(name, hints[name], value) for name, value in data.items()})
+    names = [field.name for field in fields(kind)]
+    if set(data) != set(names):
+        raise ValueError(f"expected an object with {names}, got {data!r:.80}")
+    return kind(**{name: _value(name, data[name]) for name in names})
 
 
-def _value(name: str, hint: Any, value: Any) -> Any:
-    kind, *others = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if value is None and others:
-        return None
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        stored = str if item is Problem else item
-        if not isinstance(value, list | tuple) or not all(type(each) is stored for each in value):
-            raise ValueError(f"{name}: expected a list, got {value!r:.80}")
-        return tuple(map(Problem.read, value)) if item is Problem else tuple(value)
-    if is_dataclass(kind):
-        return _build(kind, value)
-    if type(value) not in ((float, int) if kind is float else (kind,)):
-        raise ValueError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
-    return value
+def _value(name: str, value: Any) -> Any:
+    if name in _CLASSES and value is not None:
+        return _build(_CLASSES[name], value)
+    return tuple(value) if isinstance(value, list) else value

@@ -18,7 +18,7 @@ computing for at least half of the given time after the last measurement.
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -33,8 +33,6 @@ from odc_mpi.runtime.world import World
 
 T = TypeVar("T")
 
-#: Default kind of memory for the buffers at the origin: host memory.
-HOST = "from_host"
 #: Sizes of the large operations in bytes, in the order of the trials.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 #: Maximum number of runs for each large size. The fastest run is used, because the first one may fault in pages.
@@ -71,6 +69,10 @@ class TrialBudget:
     staleness_s: float
 
 
+#: Actions of the target: the first number in a command. The second number is the time to compute in seconds, or the
+#: number of bytes to write or to check. The third number is the value of each of these bytes. A check also clears them.
+_COMPUTE, _WRITE, _CHECK, _STOP = range(4)
+
 #: Collective function that creates the window for the trials, with a displacement unit of one byte and the given
 #: content on this rank, uint8 `[n]`. It returns windows and the memory of this rank. The first window is used. A second
 #: window, if any, owns the memory of the first.
@@ -105,9 +107,9 @@ class Trials:
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
-        origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
-        staleness_tests: Operations to test for staleness, each with a kind of memory at the origin. The default is
-            Get into host memory only. With libfabric's tcp provider, Put may be late, but mailboxes detect this.
+        make_buffer: Function that creates a buffer at the origin with the given content.
+        staleness_tests: Operations to test for staleness. The default is Get only: with libfabric's tcp provider, Put
+            may be late, but mailboxes in host memory detect this.
     """
 
     def __init__(
@@ -117,8 +119,8 @@ class Trials:
         budget: TrialBudget,
         max_bytes: int,
         allocate: Allocate = allocate,
-        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.Buffer},
-        staleness_tests: Collection[tuple[str, str]] = (("get", HOST),),
+        make_buffer: Callable[[np.ndarray], operations.Buffer] = operations.Buffer,
+        staleness_tests: Collection[str] = ("get",),
     ) -> None:
         self._world, self._pairs, self._budget, self._max_bytes = world, pairs, budget, max_bytes
         self._staleness_tests = staleness_tests
@@ -132,25 +134,24 @@ class Trials:
             self._win = self._windows[0]
             self._win.Lock_all(MPI.MODE_NOCHECK)
             self._win.Sync()
-        self._links: dict[tuple[str, str], operations.ProbeLink] = {}
-        for kind, (origin, target) in pairs.items():
-            if world.rank == origin:
-                expected = operations.pattern(num_bytes)
-                for rotation, (memory, make) in enumerate(origins.items()):
-                    self._links[kind, memory] = operations.ProbeLink(self._win, target, expected, make, rotation)
+        self._links = {
+            kind: operations.ProbeLink(self._win, target, num_bytes, make_buffer)
+            for kind, (origin, target) in pairs.items()
+            if world.rank == origin
+        }
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
-    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, str | None]:
+    def run(self, name: str, kind: str) -> tuple[OperationResult, str | None]:
         """Try an operation, and return its result and any problem. Collective.
 
-        `name`, `kind` and `memory` are keys of `report.OPERATION_NAMES`, `pairs` and `origins`, respectively.
+        `name` is a key of `report.OPERATION_NAMES`, and `kind` is a key of `pairs`.
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
         outcome = None
         with self._world.deadline(what):
             if self._world.rank == origin:
-                outcome = self._try(self._links[kind, memory], name, target, (name, memory) in self._staleness_tests)
+                outcome = self._try(self._links[kind], name, target)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
@@ -166,9 +167,7 @@ class Trials:
                 win.Free()
             self._comm.Free()
 
-    def _try(
-        self, link: operations.ProbeLink, name: str, target: int, tests_staleness: bool
-    ) -> tuple[OperationResult, str | None]:
+    def _try(self, link: operations.ProbeLink, name: str, target: int) -> tuple[OperationResult, str | None]:
         is_ticket = name == "fetch_and_op"
         small_bytes = operations.COUNTER_BYTES if is_ticket else operations.SMALL_BYTES
 
@@ -177,30 +176,29 @@ class Trials:
 
         run()  # opens connections and faults in pages
         idle_s = _median(run, self._budget.idle_s)
-        busy_s, one_sided, is_valid = self._while_busy(run, target, idle_s)
+        busy_s, one_sided = self._while_busy(run, target, idle_s)
         gb_per_s = small_bytes / idle_s / 1e9 if is_ticket else self._bandwidth(run)
         is_correct = link.is_correct(name)
-        num_reads, num_fresh = self._read_new_values(link, name, target) if tests_staleness else (0, 0)
-        self._send_command(target, stop=True)
+        num_reads, num_fresh = self._read_new_values(link, name, target) if name in self._staleness_tests else (0, 0)
+        self._send(target, _STOP)
         num_fresh_reads = num_fresh if num_reads else None
         if not is_correct or num_fresh < num_reads:
             return OperationResult(num_fresh_reads=num_fresh_reads), STALE if is_correct else WRONG
-        result = OperationResult(one_sided if is_valid else None, idle_s, busy_s, gb_per_s, num_fresh_reads)
-        return result, None if is_valid else INCONCLUSIVE
+        result = OperationResult(one_sided, idle_s, busy_s, gb_per_s, num_fresh_reads)
+        return result, INCONCLUSIVE if one_sided is None else None
 
-    def _while_busy(self, run: Callable[[], None], target: int, idle_s: float) -> tuple[float, bool, bool]:
+    def _while_busy(self, run: Callable[[], None], target: int, idle_s: float) -> tuple[float, bool | None]:
         """Measure small operations while the target computes.
 
-        Return the median time in seconds, whether the operation is one-sided, and whether the result is valid.
+        Return the median time in seconds, and whether the operation is one-sided, or None if no measurement was valid.
         """
-        first_s = self._budget.busy_s
-        median_s, one_sided, is_valid = 0.0, False, False
+        first_s, median_s = self._budget.busy_s, 0.0
         for compute_s in (first_s, LONGER_FACTOR * first_s, LONGER_FACTOR * first_s):
             self._start_busy(target, compute_s)
             began = time.perf_counter()
             median_s = _median(run, compute_s / 20)
             ended = time.perf_counter()
-            self._send_command(target, stop=False)
+            self._send(target, _COMPUTE)
             target_ended = time.perf_counter()
             # Two criteria, since on a crowded machine either may mislead: a short duration, and completion long before
             # the target's computation ended. An operation that waits takes four fifths of the computation.
@@ -208,8 +206,8 @@ class Trials:
             one_sided = is_short and ended < target_ended - compute_s / 2
             is_valid = began > target_ended - compute_s
             if is_valid and (one_sided or compute_s > first_s):
-                break
-        return median_s, one_sided, is_valid
+                return median_s, one_sided
+        return median_s, None
 
     def _bandwidth(self, run: Callable[[int], None]) -> float:
         left_s, next_s, gb_per_s = self._budget.bandwidth_s, 0.0, 0.0
@@ -232,58 +230,59 @@ class Trials:
         """
         num_reads, num_fresh = 0, 0
         end = time.perf_counter() + self._budget.staleness_s
-        self._exchange_value(target, STALENESS_BYTES[-1], 0, check=False)
+        self._exchange_value(target, _WRITE, STALENESS_BYTES[-1], 0)
         while num_reads < self._budget.num_staleness_reads and time.perf_counter() < end:
             num_bytes, value = STALENESS_BYTES[num_reads % len(STALENESS_BYTES)], num_reads % 251 + 1
             if name == "get":
-                self._exchange_value(target, num_bytes, value, check=False)
+                self._exchange_value(target, _WRITE, num_bytes, value)
                 link.get(num_bytes)
                 num_fresh += link.received.contains(value, num_bytes)
             else:
                 link.received.fill(value, num_bytes)
                 link.write(name, link.received, num_bytes)
-                num_fresh += self._exchange_value(target, num_bytes, value, check=True)
+                num_fresh += self._exchange_value(target, _CHECK, num_bytes, value)
             num_reads += 1
-        link.get(STALENESS_BYTES[-1])
-        link.expected[: STALENESS_BYTES[-1]] = link.received.read(STALENESS_BYTES[-1])
+        link.update_expected(STALENESS_BYTES[-1])
         return num_reads, num_fresh
 
-    def _exchange_value(self, target: int, num_bytes: int, value: int, *, check: bool) -> bool:
+    def _exchange_value(self, target: int, action: int, num_bytes: int, value: int) -> bool:
         """Let the target write a value, or check and clear it, and return the result of its check."""
-        command = np.array([0.0, False, num_bytes, value, check])
-        self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
-        self._world.wait(self._comm.Irecv(command, target), "waiting for a value of a probe")
+        self._send(target, action, num_bytes, value)
+        is_new = np.zeros(1, dtype=bool)
+        self._world.wait(self._comm.Irecv(is_new, target), "waiting for a value of a probe")
         self._win.Sync()
-        return bool(command[4])
+        return bool(is_new[0])
 
     def _start_busy(self, target: int, busy_s: float) -> None:
         """Let the target compute, and wait until it has probably received the command and left MPI."""
         end = time.perf_counter() + busy_s / 5
-        # Not a synchronous send: with MPICH over TCP, it would only complete when the target is back in MPI.
-        command = np.array([busy_s, False, 0, 0, False])
-        self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
+        self._send(target, _COMPUTE, busy_s)
         while time.perf_counter() < end:
             self._comm.Iprobe(target)  # the message may only be sent while this rank is in MPI
             time.sleep(SLEEP_S)
 
-    def _send_command(self, target: int, *, stop: bool) -> None:
-        """Let the target wait, or stop. Returns when the target has received the command."""
-        self._world.wait(self._comm.Issend(np.array([0.0, stop, 0, 0, False]), target), "sending a command of a probe")
+    def _send(self, target: int, action: int, amount: float = 0, value: int = 0) -> None:
+        """Send a command. If `amount` is 0, so that the target waits or stops, return when it has been received."""
+        # Otherwise not a synchronous send: with MPICH over TCP, it would complete when the target is back in MPI.
+        send = self._comm.Isend if amount else self._comm.Issend
+        command = np.array([action, amount, value], dtype=np.float64)
+        self._world.wait(send(command, target), "sending a command of a probe")
 
     def _run_target(self, origin: int) -> None:
-        command = np.zeros(5)  # seconds to compute, 1 to stop, number of bytes, value of each of them, 1 to check it
-        while not command[1]:
+        command = np.empty(3)
+        while True:
             self._world.wait(self._comm.Irecv(command, origin), "receiving a command of a probe")
-            busy_s, _, num_bytes, value, check = command.tolist()
-            if not num_bytes:
-                compute(busy_s)
+            action, num_bytes, value = map(int, command)
+            if action == _STOP:
+                return
+            if action == _COMPUTE:
+                compute(command[1])
                 continue
             self._win.Sync()
-            if check:
-                command[4] = self._memory.contains(int(value), int(num_bytes))
-            self._memory.fill(0 if check else int(value), int(num_bytes))
+            is_new = np.array([action == _CHECK and self._memory.contains(value, num_bytes)])
+            self._memory.fill(value if action == _WRITE else 0, num_bytes)
             self._win.Sync()
-            self._world.wait(self._comm.Isend(command, origin), "announcing a value of a probe")
+            self._world.wait(self._comm.Isend(is_new, origin), "announcing a value of a probe")
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:

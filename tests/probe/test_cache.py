@@ -69,13 +69,13 @@ def change_stored(home, change):
     "change",
     [
         lambda report: report.pop("device"),
-        lambda report: report.update(nodes="two"),
-        lambda report: report.update(nodes=None),
-        lambda report: report.update(ranks_per_node=[1, "2"]),
+        lambda report: report.update(network="fast"),
+        lambda report: report.update(peers=7),
         lambda report: report["peers"].update(same_node=[]),
-        lambda report: report["shared_memory"].update(readable=1),
-        lambda report: report["shared_memory"].update(load_s="fast"),
+        lambda report: report["peers"].update(same_node={"get": None}),
+        lambda report: report["shared_memory"].pop("load_s"),
     ],
+    ids=["a missing field", "an unknown field", "a number", "a list", "missing operations", "a missing result"],
 )
 def test_a_report_of_another_shape_is_none(home, change):
     change_stored(home, lambda kept: change(kept["report"]))

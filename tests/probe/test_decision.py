@@ -9,7 +9,7 @@ import pytest
 from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, decide, require_correct_data
 from odc_mpi.probe.device_decision import RUN_DOCTOR
-from odc_mpi.probe.report import WRONG, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
+from odc_mpi.probe.report import WRONG, OperationResult, Peer, Peers, ProbeReport, SharedMemory
 
 FAST = OperationResult(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
 WAITS = OperationResult(one_sided=False, idle_s=2e-4, busy_s=3.1, gb_per_s=1.0)
@@ -155,8 +155,7 @@ def test_a_thread_needs_to_be_allowed():
 
 
 def test_a_report_travels_as_json():
-    problem = Problem(("other_node", "get"), "no answer within 12 s: busy")
-    found = report(other_node=replace(TCP, get=NO_ANSWER), problems=(problem,))
+    found = report(other_node=replace(TCP, get=NO_ANSWER)).with_problem("other_node get", "no answer within 12 s: busy")
     assert ProbeReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert ProbeReport.from_dict(json.loads(json.dumps(ProbeReport().to_dict()))) == ProbeReport()
 
@@ -173,8 +172,7 @@ def test_a_report_travels_as_json():
     ],
 )
 def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
-    problem = Problem(("other_node", name), WRONG)
-    found = report(other_node=replace(NODE, **{name: NO_ANSWER}), problems=(problem,))
+    found = report(other_node=replace(NODE, **{name: NO_ANSWER})).with_problem(f"other_node {name}", WRONG)
     decision = decide(found, CommSettings(reduction=reduction))
     words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
@@ -183,7 +181,7 @@ def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
 
 @pytest.mark.parametrize("tickets", [False, True])
 def test_no_rank_draws_from_wrong_counters(tickets):
-    found = report(problems=(Problem(("same_node", "fetch_and_op"), WRONG),))
+    found = report().with_problem("same_node fetch_and_op", WRONG)
     refused = pytest.raises(UserError, match=r"Fetch_and_op with a peer on the same .* set data\.balance to lb_mini")
     with refused if tickets else nullcontext():
         require_correct_data(found, decide(found), tickets=tickets)

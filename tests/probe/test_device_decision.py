@@ -9,7 +9,7 @@ import pytest
 from odc_mpi.errors import UserError
 from odc_mpi.probe.decision import CommSettings, decide, require_correct_data
 from odc_mpi.probe.device_decision import RUN_DOCTOR
-from odc_mpi.probe.report import WRONG, DeviceWindows, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
+from odc_mpi.probe.report import WRONG, DeviceWindows, OperationResult, Peer, Peers, ProbeReport, SharedMemory
 
 FAST = OperationResult(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
 WAITS = OperationResult(one_sided=False, idle_s=2e-4, busy_s=3.1, gb_per_s=10.0)
@@ -28,7 +28,7 @@ def report(same_node=PROVED, other_node=None, **device):
         ranks_per_node=(2, 2) if two else (2,),
         shared_memory=SharedMemory(readable=True, contiguous=True, load_s=3e-7),
         peers=Peers(ALL, ALL if two else None),
-        device=DeviceWindows(from_device=Peers(same_node, other_node), **device),
+        device=DeviceWindows(peers=Peers(same_node, other_node), **device),
     )
 
 
@@ -77,11 +77,11 @@ def test_without_a_gpu_windows_there_are_not_mentioned():
 def test_a_crash_is_the_reason():
     crash = "crashed (SIGSEGV on rank 1)"
     found = report(Peer(get=FAST, put=FAST), own_accumulate=None)
-    found = found.with_problem(Problem.read(f"from_device same_node accumulate: {crash}"))
+    found = found.with_problem("device same_node accumulate", crash)
     decision = made(found)
     assert choices(decision) == ("cuda", "mailbox")
     assert decision.reduction.reason == f"Accumulate with a peer on the same node, on GPUs: {crash}"
-    found = report(Peer()).with_problem(Problem.read(f"from_device same_node get: {crash}"))
+    found = report(Peer()).with_problem("device same_node get", crash)
     decision = made(found)
     assert choices(decision) == ("cpu", "accumulate")
     assert crash in decision.window_device.reason
@@ -92,8 +92,7 @@ def test_a_crash_is_the_reason():
     [("get", "auto", True), ("put", "mailbox", True), ("put", "accumulate", False), ("accumulate", "auto", False)],
 )
 def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
-    problem = Problem(("from_device", "same_node", name), WRONG)
-    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(problem)
+    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(f"device same_node {name}", WRONG)
     by_itself = {"get": ("cpu", "accumulate"), "put": ("cuda", "accumulate"), "accumulate": ("cuda", "mailbox")}
     assert choices(made(found)) == by_itself[name]
     decision = made(found, window_device="cuda", reduction=reduction)
@@ -103,9 +102,9 @@ def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
 
 
 def test_wrong_data_between_devices_is_no_matter_where_windows_are_on_the_host():
-    found = report().with_problem(Problem(("from_device", "same_node", "get"), WRONG))
+    found = report().with_problem("device same_node get", WRONG)
     require_correct_data(found, made(found, window_device="cpu"))
-    on_host = report().with_problem(Problem(("same_node", "get"), WRONG))
+    on_host = report().with_problem("same_node get", WRONG)
     require_correct_data(on_host, made(on_host))
     with pytest.raises(UserError, match=r"Get .* wrong data .* use another MPI library"):
         require_correct_data(on_host, made(on_host, window_device="cpu"))
@@ -132,7 +131,7 @@ def test_accumulate_has_to_work_in_the_own_window():
 
 
 def test_the_reason_is_reported_if_no_window_can_be_created():
-    found = report(window=None).with_problem(Problem.read("device memory: CuPy does not import"))
+    found = report(window=None).with_problem("device memory", "CuPy does not import")
     assert made(found).window_device.reason == (
         "windows on GPUs cannot be created (device memory: CuPy does not import)"
     )

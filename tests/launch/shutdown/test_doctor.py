@@ -202,10 +202,10 @@ if {fault!r} != "pass":
 probe.device_on_all_ranks = lambda world: LateDevice()
 probe.FULL = device_probe.BUDGET = probe.QUICK
 run = trial.Trials.run
-def failing(self, name, kind, memory="from_host"):
-    if (name, memory) == ("accumulate", "from_device") and self._world.rank == 1:
+def failing(self, name, kind):
+    if name == "accumulate" and isinstance(self._memory, device_probe.DeviceBuffer) and self._world.rank == 1:
         {fault}
-    return run(self, name, kind, memory)
+    return run(self, name, kind)
 trial.Trials.run = failing
 child_main(probe.main)
 """
@@ -238,11 +238,10 @@ def test_missing_abilities_of_a_device_are_a_stored_answer(device_doctor):
     device = found["device"]
     assert device["window"] is True and device["own_accumulate"] is None
     assert device["mapping_error"] == "CUDA cannot map it"
-    assert device["from_device"]["same_node"]["put"]["idle_s"] > 0
-    assert device["from_host"]["same_node"]["accumulate"]["idle_s"] > 0
-    assert device["from_device"]["same_node"]["accumulate"]["idle_s"] is None
+    assert device["peers"]["same_node"]["put"]["idle_s"] > 0
+    assert device["peers"]["same_node"]["accumulate"]["idle_s"] is None
     (problem,) = found["problems"]
-    assert problem.startswith("from_device same_node accumulate: ") and how in problem
+    assert problem.startswith("device same_node accumulate: ") and how in problem
     assert found["peers"]["same_node"]["accumulate"]["one_sided"] is True, "of host memory all is known"
     assert found["device_decision"]["window_device"]["choice"] == "cuda"
     assert found["device_decision"]["reduction"]["choice"] == "mailbox" and how in str(found["device_decision"])
@@ -257,9 +256,7 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
     assert done.code == 0, done.err
     assert max(map(len, done.out.splitlines())) <= 80
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("same node")]
-    tried = [(row[2], row[3]) for row in rows if row[3] in ("GPU", "host")]
-    memories = {"from_device": "GPU", "from_host": "host"}
-    assert tried == [(OPERATION_NAMES[name], memories[origin]) for name, origin in DEVICE_OPERATIONS]
+    assert [row[2] for row in rows] == [OPERATION_NAMES[name] for name in (*OPERATIONS, *DEVICE_OPERATIONS)]
     assert "late device" in done.out and "created: yes, Accumulate to self: yes" in done.out
     kinds = [False] if "too busy to decide" in done.out else [False, True]
     assert sorted(report["report"]["device"] is None for report in kept) == kinds, "for two kinds of run"

@@ -20,7 +20,7 @@ from odc_mpi.probe import cache
 from odc_mpi.probe.decision import CommSettings
 from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.device_probe import device_cache_key
-from odc_mpi.probe.report import OperationResult, Peer, Peers, ProbeReport, Problem
+from odc_mpi.probe.report import OperationResult, Peer, Peers, ProbeReport
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -113,10 +113,8 @@ def keep_verdict(world, device, **operations):
     key = device_cache_key(world, device)
     if world.rank == 0:
         peers = Peers(same_node=Peer(**operations)) if world.size > 1 else Peers()
-        report = ProbeReport(nodes=1, ranks_per_node=(world.size,)).with_device(window=True, from_device=peers)
-        cache.store(
-            key, report.with_problem(Problem.read("from_device same_node accumulate: crashed (SIGSEGV on rank 1)"))
-        )
+        report = ProbeReport(nodes=1, ranks_per_node=(world.size,)).with_device(window=True, peers=peers)
+        cache.store(key, report.with_problem("device same_node accumulate", "crashed (SIGSEGV on rank 1)"))
 
 
 def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):

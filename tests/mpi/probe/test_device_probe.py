@@ -1,4 +1,4 @@
-"""Windows on devices are tried with all peers and from both kinds of memory; host memory stands in for a device."""
+"""Windows on devices are tried with all peers; host memory stands in for a device."""
 
 import time
 from dataclasses import replace
@@ -12,7 +12,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, device_probe, operations, probe, trial
 from odc_mpi.probe.device_decision import summarize
 from odc_mpi.probe.device_probe import device_cache_key, load_device_report
-from odc_mpi.probe.report import DEVICE_OPERATIONS, INCONCLUSIVE, STALE, WRONG, ProbeReport, Problem
+from odc_mpi.probe.report import DEVICE_OPERATIONS, INCONCLUSIVE, STALE, WRONG, ProbeReport
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -32,15 +32,13 @@ def less(monkeypatch):
 
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
-    ("name", "origin"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
+    "name", ["get", pytest.param("put", marks=pytest.mark.slow), pytest.param("accumulate", marks=pytest.mark.slow)]
 )
-def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, less, name, origin):
+def test_wrong_data_is_reported_for_devices(world, monkeypatch, less, name):
     run = operations.ProbeLink._run
 
     def forgetful(self, tried, num_bytes):
-        is_device = isinstance(self.received, device_probe.DeviceBuffer)
-        if tried == name and num_bytes >= 1 << 20 and is_device == (origin == "from_device"):
+        if tried == name and num_bytes >= 1 << 20:
             self.received.fill(7, num_bytes)
         else:
             run(self, tried, num_bytes)
@@ -48,12 +46,11 @@ def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, 
     pairs = probe.find_pairs(world.gather_objects(world.node))
     monkeypatch.setattr(operations.ProbeLink, "_run", forgetful)
     found = device_probe.try_device(world, ProbeReport(), pairs, LateDevice(), lambda *_: None)
-    problems = [str(problem) for problem in found.problems if problem.what != INCONCLUSIVE]  # on a busy machine
-    assert problems == [f"{origin} same_node {name}: {WRONG}"]
-    assert found.wrong_data(origin, "same_node", name) and not found.wrong_data("same_node", name)
-    for other, memory in DEVICE_OPERATIONS:
-        answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
-        assert answered == ((other, memory) != (name, origin))
+    problems = [problem for problem in found.problems if INCONCLUSIVE not in problem]  # on a busy machine
+    assert problems == [f"device same_node {name}: {WRONG}"]
+    assert found.wrong_data(f"device same_node {name}") and not found.wrong_data(f"same_node {name}")
+    answered = {other for other in DEVICE_OPERATIONS if getattr(found.device.peers.same_node, other).idle_s is not None}
+    assert answered == set(DEVICE_OPERATIONS) - {name}
 
 
 class LateMemory(torch.Tensor):
@@ -68,8 +65,6 @@ class LateMemory(torch.Tensor):
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_value_announced_before_the_event_of_its_write_is_an_old_one(world, monkeypatch, waits):
-    tried = [(name, origin) for name, origin in DEVICE_OPERATIONS if origin == "from_device"]
-    monkeypatch.setattr(device_probe, "DEVICE_OPERATIONS", tried)
     monkeypatch.setattr(device_probe, "LARGE_BYTES", trial.STALENESS_BYTES)
     monkeypatch.setattr(device_probe, "mapping_error", lambda world, device: "no file")
     monkeypatch.setattr(device_probe, "BUDGET", replace(probe.QUICK, num_staleness_reads=6, staleness_s=60.0))
@@ -85,9 +80,9 @@ def test_a_value_announced_before_the_event_of_its_write_is_an_old_one(world, mo
     report = ProbeReport(nodes=1, ranks_per_node=(2,))
     pairs = probe.find_pairs(world.gather_objects(world.node))
     found = device_probe.try_device(world, report, pairs, LateMemory.device, lambda *_: None)
-    late = [problem.where for problem in found.problems if problem.what == STALE]
-    assert late == ([] if waits else [(origin, "same_node", name) for name, origin in tried])
-    reads = [getattr(found.device.from_device.same_node, name).num_fresh_reads for name, _ in tried]
+    late = [problem for problem in found.problems if STALE in problem]
+    assert late == ([] if waits else [f"device same_node {name}: {STALE}" for name in DEVICE_OPERATIONS])
+    reads = [getattr(found.device.peers.same_node, name).num_fresh_reads for name in DEVICE_OPERATIONS]
     assert reads == [6 if waits else 0] * 3
     assert (STALE in (summarize(found).objection or "")) != waits
 
@@ -99,7 +94,8 @@ def test_without_memory_for_windows_nothing_is_tried(world):
 
     device = NoCupy() if world.rank == world.size - 1 else LateDevice()
     found = device_probe.try_device(world, ProbeReport(), {}, device, lambda *_: None)
-    assert list(map(str, found.problems)) == ["device memory: no CuPy"]
+    where = f" (on rank {world.size - 1})" if world.size > 1 else ""
+    assert list(found.problems) == [f"device memory: no CuPy{where}"]
     assert found.device.window is None
 
 
@@ -135,7 +131,7 @@ def test_a_verdict_that_is_a_time_out_is_kept_for_a_shorter_time(world, tmp_path
     tried = ProbeReport(nodes=1, ranks_per_node=(world.size,)).with_device(window=True)
     for problem, after_two_days in (("crashed (SIGSEGV on rank 1)", True), ("no answer within 12 s", False)):
         if world.rank == 0:
-            cache.store(key, tried.with_problem(Problem.read(f"from_device same_node get: {problem}")))
+            cache.store(key, tried.with_problem("device same_node get", problem))
         assert load_device_report(world, device) is not None
         with monkeypatch.context() as patch:
             patch.setattr(cache.time, "time", lambda: now_s + 2 * 24 * 3600)

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from odc_mpi.api import decide_for
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.probe import cache, operations, probe
-from odc_mpi.probe.report import INCONCLUSIVE, OPERATIONS, Problem
+from odc_mpi.probe.report import INCONCLUSIVE, OPERATIONS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -56,7 +56,7 @@ def test_wrong_data_is_reported(world, monkeypatch, name):
 
     monkeypatch.setattr(operations.ProbeLink, "_run", forgetful)
     report = probe.probe(world, probe.QUICK)
-    problems = [str(problem) for problem in report.problems if problem.what != INCONCLUSIVE]  # on a busy machine
+    problems = [problem for problem in report.problems if INCONCLUSIVE not in problem]  # on a busy machine
     assert problems == [f"same_node {name}: received data differs from what was sent"]
     answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
     assert answered == set(OPERATIONS) - {name}
@@ -86,7 +86,7 @@ def test_a_stale_value_is_refused_before_training(world, monkeypatch, tmp_path):
 def test_a_counter_that_get_accumulate_reads_wrongly_is_reported(world, monkeypatch):
     monkeypatch.setattr(operations.ProbeLink, "_read_counter", lambda self: None)
     report = probe.probe(world, probe.QUICK)
-    assert list(map(str, report.problems)) == ["same_node fetch_and_op: received data differs from what was sent"]
+    assert list(report.problems) == ["same_node fetch_and_op: received data differs from what was sent"]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -96,7 +96,7 @@ def test_a_listener_gets_every_attempt(world):
     assert report == world.gather_objects(report)[0], "all ranks have the same report"
     assert report.shared_memory.readable and report.shared_memory.contiguous and report.shared_memory.load_s > 0
     tried = [doing for _, doing in messages]
-    assert tried == ["shared_memory", "window", *(f"same_node.{name}" for name in OPERATIONS), None]
+    assert tried == ["shared_memory", "window", *(f"same_node {name}" for name in OPERATIONS), None]
     assert messages[3][0].peers.same_node.get.one_sided is True
     assert messages[3][0].peers.same_node.put.one_sided is None
 
@@ -122,7 +122,7 @@ def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch
     files = list(cache.cache_directory().glob("*.json"))
     assert len(files) == (1 if world.rank == 0 else 0)
     assert replace(probe.cached_or_quick_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
-    probed = first.with_problem(Problem(("probed",), ""))
+    probed = first.with_problem("probed", "it was")
     monkeypatch.setattr(probe, "probe", lambda *_: probed)
     assert probe.cached_or_quick_report(world).problems == ()
     with monkeypatch.context() as patch:
