@@ -72,8 +72,8 @@ def shard_model(
         decision: Decision on how ranks communicate. The default is the result of `decide_for(world, device=device)`.
         parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory in bytes, or "auto", for gradients that are summed locally and pushed once per
-                minibatch.
+        gradient_cache_bytes: Memory in bytes on the computing device, or "auto", for gradients that are summed locally
+            and pushed once per minibatch. It may differ between ranks.
         islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
             island trains its own model. They require windows in host memory. The model closes them.
         device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks

@@ -49,7 +49,8 @@ class CollectiveCommunicator:
 
     def free(self) -> None:
         """Free the communicator. Collective."""
-        self._comm.Free()
+        with self._world.collective("freeing the communicator"):
+            self._comm.Free()
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:

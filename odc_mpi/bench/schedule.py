@@ -109,7 +109,8 @@ class MeasuredTiming:
     Attributes:
         end_s: Time from the start of the minibatch until the parameters are published.
         busy_s: Sum of the requested sleep times.
-        slept: Intervals in which the rank slept, relative to the start of the minibatch and divided by the scale.
+        slept: Intervals in which the rank slept, relative to the start of the minibatch, in seconds of the simulation:
+            divided by the factor that `Runner.run` multiplies them with.
     """
 
     end_s: float

@@ -201,9 +201,10 @@ def pushes(transport: Transport, num_units: int, push: Callable[[int], object], 
 
 
 class Units:
-    """Units of `num_bytes` bytes, and all variants that move them. Construction is collective.
+    """Buffers of units of `num_bytes` bytes, and all benchmarked ways to move them. Construction is collective.
 
-    Other ranks own `crossing_bytes` of each unit. Raises `AllRanksUserError` if a node has too little memory available.
+    `crossing_bytes` is the number of bytes of each unit that other ranks own. Raises `AllRanksUserError` if a
+    node has too little memory available.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator) -> None:

@@ -133,10 +133,11 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenize prompts like training data. Conversations end with the generation prompt of the chat template.
+    """Tokenize prompts in the same way as training data.
 
-    The stop tokens of a prompt are `stop` and, for a conversation, the end-of-turn token. Raises `UserError` if a
-    prompt cannot be encoded (see `encode_prompts`).
+    Conversations end with the generation prompt of the chat template. The stop tokens of a prompt are `stop`
+    and, for a conversation, the end-of-turn token. Raises `UserError` if a prompt cannot be encoded (see
+    `encode_prompts`).
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     chat_stop = tuple(stop) if turn is None or turn in stop else (*stop, turn)

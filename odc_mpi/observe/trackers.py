@@ -166,8 +166,9 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
     """Start the tracker `name`, a key of `TRACKERS`, and return it. Call `require_tracker_packages` first.
 
-    The tracker writes its files to `directory`, which is removed first if it exists. `run_name` is the display name of
-    the run. `config` contains the settings of the run, which all trackers except TensorBoard store.
+    `directory` is emptied first. Trackers write their files there, except ClearML, and except Trackio and MLflow if
+    their environment variables name another place. `run_name` is the display name of the run, and `config` contains its
+    settings; TensorBoard uses neither.
     """
     if directory.exists():
         shutil.rmtree(directory)

@@ -44,14 +44,16 @@ def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | Non
         cached = json.loads(_path(key).read_text())
         fresh = 0 <= time.time() - cached["time_s"] < max_age_s
         # Compare the complete key, since the file's name only has a part of its digest.
-        return ProbeReport.from_dict(cached["report"]) if fresh and cached["key"] == key else None
+        matches = cached["key"] == key and cached["digest"] == _digest(cached["report"])
+        return ProbeReport.from_dict(cached["report"]) if fresh and matches else None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # also no home directory, or too deeply nested
         return None
 
 
 def store(key: dict[str, Any], report: ProbeReport) -> None:
     """Store a report atomically. Errors are ignored."""
-    content = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
+    data = report.to_dict()
+    content = json.dumps({"key": key, "time_s": time.time(), "report": data, "digest": _digest(data)})
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home directory
         path = _path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,5 +61,8 @@ def store(key: dict[str, Any], report: ProbeReport) -> None:
 
 
 def _path(key: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps([FORMAT, key], sort_keys=True).encode()).hexdigest()
-    return cache_directory() / f"probe-{digest[:20]}.json"
+    return cache_directory() / f"probe-{_digest([FORMAT, key])[:20]}.json"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -161,7 +161,7 @@ class ProbeReport:
     def from_dict(cls, data: Any) -> "ProbeReport":
         """Create a report from the result of `to_dict` or its parsed JSON.
 
-        Raises `ValueError` or `TypeError` if any field is missing or unknown. Types of scalars are not checked.
+        Raises `ValueError` or `TypeError` if any field is missing or unknown. Types of values are not checked.
         """
         report: ProbeReport = _build(cls, data)
         return report

@@ -107,7 +107,7 @@ class Job:
         install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Create the status window over the ranks of `comm`, and set `places` to their `hosts`. Collective."""
+        """Create the status window over the ranks of `comm`, and set `locations` to their `hosts`. Collective."""
         self.rank, self.locations = comm.Get_rank(), list(hosts)
         self.status = StatusWindow(comm)
 

@@ -91,7 +91,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
     """Format a message about the late ranks and their last activities."""
     late = late_ranks(wait, peers)
     unanswered = [rank for rank, status in peers.items() if status is None and wait.collective]
-    lead = "it waits for " if not wait.collective else "late is " if len(late) == 1 else "late are "
+    lead = "it waits for "
     if not late and not unanswered:
         lead = "no rank is late, but in another collective is "
         late = [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]

@@ -224,9 +224,10 @@ class World(AbstractContextManager["World"]):
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if `value`, which `what` names, differs between ranks. Collective.
+        """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
 
-        The message contains the first line that differs. Only digests are communicated unless the values differ.
+        The message contains `what`, a description of the value, and the first line that differs. Only digests
+        are communicated unless the values differ.
         """
         digests = self.gather_objects(hashlib.sha256(value.encode(errors="backslashreplace")).digest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)

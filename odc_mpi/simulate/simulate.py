@@ -72,8 +72,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the result of a simulation or a benchmark as a JSON object.
 
-    The other arguments are the times that `collect_timings` returns. Keys of the result, besides `scenario`:
-        floor: Speed-up of the floor over collective/lb_micro.
+    The other arguments have the form that `collect_timings` returns. Keys of the result, besides `scenario`:
+        floor: Speed-up over collective/lb_micro if each minibatch took only as long as the larger of an even share of
+            the work and the longest sequence.
         speedup: Speed-up of each schedule and of `BOUNDS` over collective/lb_micro.
         idle_fraction: Fraction of the time that ranks wait or run dummy microbatches, for each schedule and `BOUNDS`.
         idle_per_rank: Idle fraction of each rank, by schedule.

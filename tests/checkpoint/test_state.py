@@ -49,6 +49,14 @@ def test_the_digest_depends_on_values_and_dtypes(saved, tmp_path):
     assert len({digest_line(path).split()[0] for path in (directory, tmp_path, saved(2, torch.bfloat16)[0])}) == 3
 
 
+def test_masters_are_saved_not_what_is_fetched(saved):
+    _, state, _ = saved(2, torch.bfloat16)
+    master = state["model/embedding.weight"]
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, master.bfloat16().float()), "as bf16 has it"
+    assert state["model/norm.weight"].dtype == torch.bfloat16, "frozen: no master"
+
+
 def test_a_parameter_that_was_never_used_has_no_state(tmp_path):
     state, _, warnings = save(tmp_path, 2, idle=True)
     assert not warnings

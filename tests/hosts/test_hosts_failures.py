@@ -88,7 +88,7 @@ def test_a_late_host_is_named_with_what_it_was_doing(tmp_path):
     errors = re.search(r"rank 0 on node0 waited more than 3 s while .*", done.err)
     assert errors, done.err
     doing = r"which was last seen \d+\.\d s ago, in microbatch 1, forward of unit \(root\)"
-    assert re.search(rf"late is rank 1 on node1, {doing}", errors.group()), done.err
+    assert re.search(rf"it waits for rank 1 on node1, {doing}", errors.group()), done.err
     assert "left behind" not in done.err
 
 

@@ -71,15 +71,36 @@ def change_stored(home, change):
         lambda report: report.pop("device"),
         lambda report: report.update(network="fast"),
         lambda report: report.update(peers=7),
+        lambda report: report.update(nodes="two"),
+        lambda report: report.update(problems=None),
+        lambda report: report.update(shared_memory=None),
+        lambda report: report["shared_memory"].update(load_s="fast"),
         lambda report: report["peers"].update(same_node=[]),
         lambda report: report["peers"].update(same_node={"get": None}),
         lambda report: report["shared_memory"].pop("load_s"),
     ],
-    ids=["a missing field", "an unknown field", "a number", "a list", "missing operations", "a missing result"],
+    ids=[
+        "a missing field",
+        "an unknown field",
+        "a number",
+        "a text",
+        "no list",
+        "no object",
+        "no number",
+        "a list",
+        "missing operations",
+        "a missing result",
+    ],
 )
-def test_a_report_of_another_shape_is_none(home, change):
+def test_a_changed_report_is_none(home, change):
     change_stored(home, lambda kept: change(kept["report"]))
     assert cache.load(KEY) is None
+
+
+@pytest.mark.parametrize("change", [{"device": None, "network": "fast"}, {"peers": {"same_node": {"get": None}}}])
+def test_a_report_has_exactly_the_fields_of_its_class(change):
+    with pytest.raises(ValueError, match="expected an object with"):
+        ProbeReport.from_dict(REPORT.to_dict() | change)
 
 
 @pytest.mark.parametrize(("age_s", "found"), [(6 * 86400, True), (8 * 86400, False), (-3600, False)])

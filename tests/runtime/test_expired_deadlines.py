@@ -53,7 +53,7 @@ def expire(monkeypatch, rank, aborting, wait):
 
 def test_the_lowest_rank_reads_all(monkeypatch):
     status, message, _ = expire(monkeypatch, 0, range(SIZE), PendingWait("synchronizing", collective=7))
-    assert "late is rank 1023 on host" in message
+    assert "it waits for rank 1023 on host" in message
     assert 2 * (SIZE - 1) <= status.num_read < 2.2 * SIZE
 
 

@@ -31,12 +31,12 @@ def test_ranks_without_heartbeat_are_late_and_named_first():
 def test_a_rank_that_did_not_answer_is_named_but_not_called_late():
     wait, late = PendingWait(SYNCHRONIZING, collective=7), at(6, "x", published_at=99.0)
     said = format_late_ranks(wait, {0: late, 1: at(7), 5: None}, HOSTS, now=100.0)
-    assert said == "late is rank 0 on host0, which was last seen 1.0 s ago, x; rank 5 on host2 did not answer"
+    assert said == "it waits for rank 0 on host0, which was last seen 1.0 s ago, x; rank 5 on host2 did not answer"
     assert format_late_ranks(wait, {1: at(7), 5: None}, HOSTS, now=100.0) == "rank 5 on host2 did not answer"
-    for num_late, first, last in ((1, "late is", " did not answer"), (20, "late are", "s ago, x")):
+    for num_late, last in ((1, " did not answer"), (20, "s ago, x")):
         peers = dict.fromkeys(range(num_late), late) | dict.fromkeys(range(num_late, 40))
         said = format_late_ranks(wait, peers, HOSTS, now=100.0)
-        assert said.startswith(first) and said.count("rank ") == MAX_LISTED
+        assert said.startswith("it waits for rank 0 ") and said.count("rank ") == MAX_LISTED
         assert said.endswith(f"{last}; and {40 - MAX_LISTED} more")
 
 

@@ -228,8 +228,8 @@ SIZE = "expected auto or a size such as 512M or 0"
         (MINIMAL + "run: {eval_every: 5}", "run.eval_every requires data.eval_path"),
         ("data: {path: d, eval_path: e}\nmodel: {path: m}\n"
          "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
-         "run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 and a "
-         "multiple of run.eval_every, got 6 and 4"),
+         "run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every to be a "
+         "positive multiple of run.eval_every, got 6 and 4"),
         ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "model.config: model_type is missing"),
         (MINIMAL + "lora: {r: 0}", "lora.r: expected an integer or null, 1 or more"),
         (MINIMAL + "lora: {target_modules: q_proj}", "lora.target_modules requires lora.r"),

@@ -73,12 +73,14 @@ class ReservedSlots(NamedTuple):
 
 
 class Rings:
-    """Rings of all senders at all owners, for elements of `itemsize` bytes.
+    """Layout of the ring buffers through which ranks send gradients, of `itemsize` bytes each, to owners of shards.
+
+    The inbox of each rank has a ring for every other rank, or, if the ranks of a node share rings, for every node.
 
     Attributes:
         count: Number of rings in the inbox of each rank.
         sharers: Other ranks that fill the same rings as this rank.
-        num_bytes: Size in bytes of the shared memory per rank for reservations.
+        num_bytes: Size in bytes of this rank's shared memory for reservations of slots; 0 if rings are not shared.
         ring_bytes: Size of a ring in bytes. Set by `plan`.
         num_headers: Number of headers that an owner keeps per origin. Set by `plan`.
         of_origin: For each rank, index of its ring in this rank's inbox. Set by `allocate`.

@@ -29,10 +29,11 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
     The number of bytes passed to `on_bytes_read` is approximate. Raises a `UserError` if the file or a value cannot be
     read, or if pyarrow is missing.
     """
-    size, num_rows_read = path.stat().st_size, 0
+    num_rows_read = 0
     with _opened(path) as file:
         from pyarrow.types import is_temporal
 
+        size = path.stat().st_size
         total = max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
             # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.

@@ -2,7 +2,7 @@
 
     parent   `run_in_child` starts the child and receives its messages. The parent never starts MPI
     child    `child_main` runs the main function of the child. On rank 0, the child sends messages to its parent through
-             a pipe, as one JSON object per line. The key `doing` names the next operation, and is null at the end
+             a pipe, as one JSON object per line. The key `operation` names the next operation, and is null at the end
 
 Launchers end all ranks when one of their processes dies; MPICH's launcher sends SIGKILL. Therefore, a parent
 

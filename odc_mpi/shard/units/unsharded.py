@@ -109,7 +109,10 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self) -> None:
-        """Unshard all units if fetches transfer data. One-sided. All units but the root must fit into the cache."""
+        """Unshard all units, so that later forward passes fetch nothing. One-sided.
+
+        All units but the root must fit into the cache. No effect if fetches return views of the owners' memory.
+        """
         missing = [unit for unit in self.units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit gets an overly large buffer, which would take up more of the budget.

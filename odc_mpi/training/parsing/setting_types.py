@@ -143,8 +143,8 @@ def check_evaluation(values: Mapping[str, Any], source: str) -> None:
     saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
     if not saved or not evaluated or saved % evaluated:
         raise UserError(
-            f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 "
-            f"and a multiple of run.eval_every, got {saved} and {evaluated}"
+            f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every to be a "
+            f"positive multiple of run.eval_every, got {saved} and {evaluated}"
         )
 
 

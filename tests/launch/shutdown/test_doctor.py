@@ -266,3 +266,27 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
         ["window", "map"],
     ]
     assert ["mapped", "by"] in chosen and ["window-device", "cuda"] in chosen
+
+
+READS = """
+import json
+from odc_mpi import World
+from odc_mpi.probe import probe
+def fail(*arguments):
+    raise AssertionError("there was a report to read")
+probe.probe = fail
+with World() as world:
+    report = probe.cached_or_quick_report(world)
+    if world.rank == 0:
+        print(json.dumps(report.to_dict()))
+"""
+
+
+@pytest.mark.library
+def test_a_run_in_the_same_layout_takes_what_the_doctor_found(tmp_path):
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    found = answer(odc_mpi(2, "doctor", "--json", **home))
+    read = answer(launch(2, "-c", READS, timeout_s=60, **home))
+    assert read["peers"] == found["peers"]
+    other = launch(3, "-c", READS, timeout_s=60, **home)
+    assert "there was a report to read" in other.err, "ranks are laid out differently"

@@ -230,7 +230,7 @@ def the_line(tmp_path, text, *before, ranks=3):
 WAITED = r"odc_mpi: rank \d on \S+ waited more than 3 s while "
 NUMBER = r"\d+\.\d"
 LAST_SEEN = f"which was last seen ({NUMBER}) s ago, "
-SYNCHRONIZING = WAITED + "synchronizing at gradients_complete: late is rank 1 on \\S+, "
+SYNCHRONIZING = WAITED + "synchronizing at gradients_complete: it waits for rank 1 on \\S+, "
 LIMIT = "; the limit is comm.timeout_s"
 
 pytestmark = pytest.mark.usefixtures("shared_memory_stays")
@@ -242,8 +242,8 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
     assert at_least <= float(found.group(1)) <= at_most, line
 
 
-PUBLISHING = WAITED + "synchronizing at parameters_published: late is rank 1 on \\S+, "
-FREEING = WAITED + "freeing the ticket counters: late is rank 1 on \\S+, "
+PUBLISHING = WAITED + "synchronizing at parameters_published: it waits for rank 1 on \\S+, "
+FREEING = WAITED + "freeing the ticket counters: it waits for rank 1 on \\S+, "
 CHUNK = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
 OWNER = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
 OWNERS = f"it waits for {OWNER.replace(NUMBER, f'({NUMBER})')}; {OWNER}"
@@ -314,8 +314,8 @@ def test_a_rank_that_other_islands_wait_for_is_named(tmp_path):
     line = the_line(tmp_path, SLEEPS_BEFORE_OUTER_STEP, ranks=4)
     late = rf"rank 1 on \S+ \(island 0\), {LAST_SEEN}after synchronizing at gradients_complete"
     waiting = r"rank 3 on \S+ \(island 1\), [^;]*, receiving the parameters of other islands"
-    own = "receiving the parameters of other islands: late is "
-    others = "synchronizing the islands: late (?:is|are) "
+    own = "receiving the parameters of other islands: it waits for "
+    others = "synchronizing the islands: it waits for "
     assert_line(f"{WAITED}(?:{own}|{others}){with_waiting(late, waiting)}", line)
 
 
