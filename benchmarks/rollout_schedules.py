@@ -40,6 +40,7 @@ from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.events import Intervals, SimulatedTiming
+from odc_mpi.simulate.options import MAX_S, option_name
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import collect_timings, simulate_timing
 
@@ -67,6 +68,18 @@ class RolloutScenario(Scenario):
     completions: int = 8
     decode_step_s: float = 2e-3
     decode_sequence_s: float = 8.6e-5
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_islands != 1:
+            raise UserError(f"--islands: expected 1, got {self.num_islands}")
+        if not 1 <= self.completions <= 10**4:
+            raise UserError(f"--completions: expected a number from 1 to {10**4}, got {self.completions}")
+        for name in ("decode_step_s", "decode_sequence_s"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds <= MAX_S:  # nan fails both comparisons
+                raise UserError(f"{option_name(name)}: expected a number from 0 to {MAX_S}, got {seconds}")
 
     @property
     def num_groups(self) -> int:

@@ -431,7 +431,10 @@ def test_drawing_prints_nothing_if_the_home_cannot_be_written(tmp_path):
         assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
     """
     hidden = ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"HOME": "/dev/null/home"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "HOME": "/dev/null/home",
+        "MPLBACKEND": "module://absent",
+    }
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

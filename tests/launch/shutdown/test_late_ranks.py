@@ -304,7 +304,7 @@ def test_a_rank_that_sleeps_is_named_by_its_island_and_by_others(tmp_path):
     late = rf"rank 1 on \S+ \(island 0\), {LAST_SEEN}in microbatch 2, forward of unit 1"
     waiting = r"rank 0 on \S+ \(island 0\), [^;]*, waiting for the other ranks of island 0"
     own = "waiting for the other ranks of island 0: it waits for "
-    others = "synchronizing at gradients_complete: late (?:is|are) "
+    others = "synchronizing at gradients_complete: it waits for "
     assert_line(f"{WAITED}(?:{own}|{others}){with_waiting(late, waiting)}", line)
 
 
@@ -329,7 +329,7 @@ def test_a_stopped_rank(tmp_path):
     assert 1 <= len(lines) <= 2, done
     places = "in microbatch [123], (?:forward|backward) of|synchronizing at|after synchronizing at|flushing|completing"
     doing = f"(?:{places}) .*"
-    late = "late (?:is|are) rank 2 on \\S+, "
+    late = "it waits for rank 2 on \\S+, "
     # Stopped while it publishes, it may have let one of the others through, who then waits for both with its gradients.
     other = "(?:; rank [01] on \\S+, .*)?"
     assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + other + LIMIT, lines[0])
