@@ -63,7 +63,7 @@ def read_value(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Return True unless a string contains NUL or a lone surrogate, which UTF-8 cannot represent."""
+    """Return True if a string contains neither NUL nor lone surrogates, so that it can be stored as UTF-8."""
     return not _NOT_UTF8.search(text)
 
 

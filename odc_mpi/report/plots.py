@@ -128,7 +128,7 @@ class Panel(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Histogram of token counts. Bin edges, and the position to mark with a line and a label, are in tokens."""
+    """Histogram of token counts with bin edges in tokens. `mark` is a position, in tokens, and the label of a line."""
 
     heading: str
     edges: Sequence[float]

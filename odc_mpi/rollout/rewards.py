@@ -72,7 +72,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result, float64 `[completions]`, is 0 where a reward is NaN, and everywhere if all others are equal.
+        The result, float64 `[completions]`, is 0 where a reward is NaN, and everywhere if all other rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:

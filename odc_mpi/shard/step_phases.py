@@ -41,7 +41,7 @@ SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)
 
 
 class Span(NamedTuple):
-    """Interval of one of the `SPAN_KINDS`. `began` and `ended` are values of `time.perf_counter`, in seconds."""
+    """Time interval whose `kind` is in `SPAN_KINDS`. Its ends are values of `time.perf_counter`, in seconds."""
 
     kind: str
     began: float

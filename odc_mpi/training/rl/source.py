@@ -118,7 +118,10 @@ class RolloutSource(MinibatchSource):
         self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Generate completions and yield microbatches of groups from any rank (see the module docstring). One-sided."""
+        """Generate completions for this rank's prompts, and yield microbatches of completions to train on. One-sided.
+
+        They may be from prompts of other ranks (see the module docstring).
+        """
         count = len(minibatch.indices)
         expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations

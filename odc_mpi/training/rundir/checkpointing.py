@@ -105,7 +105,7 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Start saving a checkpoint of `step`, the last complete step, unless it is already being saved. Collective."""
+        """Start saving a checkpoint of `step`, the last complete step, unless that has begun. Collective."""
         if step != self._last:
             self._save(step)
 
