@@ -63,7 +63,7 @@ SEE_ALSO = {
 }
 #: Libraries that only these may import.
 KEPT_IN = {
-    "mpi4py": {"runtime", "probe", "comm", "bench.collectives"},  # the last one measures MPI's own collectives
+    "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
     "huggingface_hub": {"hub", "models.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
@@ -75,7 +75,7 @@ KEPT_IN = {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.dry_run"),
         *("data.prepare", "data.show", "report.page"),
     },
-    "matplotlib": {"report.plots"},
+    "matplotlib": {"report.plots", "report.svg"},
     "yaml": {"yaml_dialect"},
     **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},
 }

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from odc_mpi.bench.collectives import CollectiveCommunicator
 from odc_mpi.bench.measure import header, rotate
 from odc_mpi.bench.transport import unit_layout
+from odc_mpi.comm.collectives import CollectiveCommunicator
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.tickets import Tickets
@@ -109,8 +109,8 @@ class MeasuredTiming:
     Attributes:
         end_s: Time from the start of the minibatch until the parameters are published.
         busy_s: Sum of the requested sleep times.
-        slept: Intervals in which the rank slept, relative to the start of the minibatch, in seconds of the simulation:
-            divided by the factor that `Runner.run` multiplies them with.
+        slept: Intervals in which the rank slept, from the start of the minibatch. In contrast to the other attributes,
+            they are divided by the argument `scale` of `Runner.run`.
     """
 
     end_s: float

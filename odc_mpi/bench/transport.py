@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.bench.collectives import CollectiveCommunicator
 from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
+from odc_mpi.comm.collectives import CollectiveCommunicator
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore

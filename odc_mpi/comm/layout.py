@@ -132,11 +132,8 @@ class FlatLayout:
 
     def owners(self, parameter: ParameterRange) -> tuple[tuple[int, int, int], ...]:
         """Return `(rank, start, stop)` for each non-empty slice of a parameter, in element order."""
-        shards = (
-            range(parameter.start // self.shard_numel, -(-parameter.stop // self.shard_numel))
-            if parameter.spec.numel
-            else ()
-        )
+        numel = self.shard_numel
+        shards = range(parameter.start // numel, -(-parameter.stop // numel)) if parameter.spec.numel else ()
         island_size = self.num_owners // self.num_islands
         ranks = (shard % self.num_islands * island_size + shard // self.num_islands for shard in shards)
         bounds = [(rank, *self.owned(rank)) for rank in ranks]

@@ -13,8 +13,7 @@ import torch
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
 
-#: Elements of the window at a node's counter: number of positions drawn, and number of other nodes known to be out of
-#: tickets.
+#: Elements of a node's window: number of positions drawn, and number of other nodes known to be out of tickets.
 _DRAWN, _EMPTY = range(2)
 
 
@@ -27,7 +26,7 @@ class Tickets:
         # Beginning with the next node, so that nodes that are out of tickets do not all ask the same one.
         self._others = [(world.node + i) % world.num_nodes for i in range(1, world.num_nodes)]
         # Among `size` consecutive positions, a node's positions are at the offsets that equal its ranks.
-        self._offsets = [[rank for rank, host in enumerate(nodes) if host == node] for node in range(world.num_nodes)]
+        self._offsets = [[rank for rank, other in enumerate(nodes) if other == node] for node in range(world.num_nodes)]
         self._window = Window(world, 2, torch.int64)
         world.on_close(self.close)
         world.wait_collective(world.comm.Ibarrier(), "setting the ticket counters to zero")

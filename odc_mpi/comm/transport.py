@@ -159,8 +159,8 @@ class GradientStore(ABC):
             index: Index of a trainable array.
             gradient: Contiguous gradient, `[n]` of `dtype`, of the elements starting at `start`. Call
                 `prepare_push(gradient)` first. Do not modify `gradient` until the returned handle's `wait` has
-                returned. Call `wait` before `Transport.complete_gradients`: on a GPU, the push may only
-                start then.
+                returned. Call `wait` before `Transport.complete_gradients`: on a GPU, the push may not start
+                earlier.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:

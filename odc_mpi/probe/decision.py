@@ -186,15 +186,15 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 
     `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
-    memory, where, advice = "", "", ""
+    used = ("", "", "")  # beginning of the trial's name, words for the message
     if decision.windows_on_device and not decision.maps_devices:
-        memory, where, advice = "device ", ", on devices,", ", or set comm.window_device to cpu"
+        used = ("device ", ", on devices,", ", or set comm.window_device to cpu")
     reduction = "put" if decision.reduction.value == "mailbox" else "accumulate"
-    uses = [(memory, name, where, advice) for name in ("get", reduction)]
+    uses = [(name, *used) for name in ("get", reduction)]
     if tickets:
-        uses.append(("", "fetch_and_op", "", ", or set data.balance to lb_mini"))
+        uses.append(("fetch_and_op", "", "", ", or set data.balance to lb_mini"))
     for kind in report.kinds:
-        for memory, name, where, advice in uses:
+        for name, memory, where, advice in uses:
             if wrong := report.wrong_data(f"{memory}{kind} {name}"):
                 raise UserError(
                     f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}{where} delivers wrong data under "

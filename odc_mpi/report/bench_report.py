@@ -8,7 +8,8 @@ from typing import Any
 from odc_mpi.formatting import format_seconds, format_size
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, ReportPage, Table
-from odc_mpi.report.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, BarPanel, Curve, GanttChart, GanttRow, Panel, Style
+from odc_mpi.report.plots import BarPanel, Curve, GanttChart, GanttRow, Panel, Style
+from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, ON_DEMAND, SCHEDULES, SPLIT
 

@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from odc_mpi.report import plots
-from odc_mpi.report.plots import BLUE, INK, LINE, MUTED, PAPER
+from odc_mpi.report.svg import BLUE, INK, LINE, MUTED, PAPER, Draw, write_svg
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper", BLUE: "--blue"}
 _DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23", "--blue": "#2f81f7"}
@@ -73,13 +72,13 @@ class Figure(NamedTuple):
 
     name: str
     title: str
-    draw: plots.Draw
+    draw: Draw
     caption: str = ""
     tables: Sequence[Table] = ()
 
     def svg(self, *, standalone: bool = True) -> str:
         """Return the plot as an SVG document. If `standalone`, the document includes the title and a background."""
-        return plots.svg(self.draw, self.name, textwrap.fill(self.title, 105) if standalone else "")
+        return write_svg(self.draw, self.name, textwrap.fill(self.title, 105) if standalone else "")
 
 
 @dataclass(frozen=True)

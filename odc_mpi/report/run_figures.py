@@ -11,7 +11,8 @@ import numpy as np
 
 from odc_mpi.report import plots
 from odc_mpi.report.page import Figure
-from odc_mpi.report.plots import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Curve, GanttChart, GanttRow, Panel, Style
+from odc_mpi.report.plots import Curve, GanttChart, GanttRow, Panel, Style
+from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
 #: Style of each activity, and its kinds of spans in ``trace.json``. Fetches and pushes are drawn over other activities.

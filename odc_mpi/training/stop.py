@@ -89,7 +89,7 @@ class StopRequest(Callback):
 
 
 def _print_notice(number: int) -> None:
-    """Print on rank 0 how a signal acts. Safe in a signal handler, where `print` could interrupt another `print`."""
+    """Print on rank 0 how the run ends. Safe in a signal handler, where `print` could interrupt another `print`."""
     ends_at_once = "PRTE_LAUNCHED" in os.environ  # by mpiexec of Open MPI; srun lets the ranks finish
     with suppress(OSError):
         if launched_rank() == 0 and ends_at_once:

@@ -1,4 +1,4 @@
-"""MPI collectives on host memory, as sharded training with FSDP or ZeRO-3 uses them."""
+"""MPI collectives on host memory, as sharded training with FSDP or ZeRO-3 uses them, for comparison in benchmarks."""
 
 import numpy as np
 import torch
