@@ -16,7 +16,7 @@ schedule. verl and the ODC paper use lb_micro with collectives.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.simulate.events import (
     Intervals,
@@ -51,8 +51,8 @@ SCHEDULES = (
 )
 #: Balances that are also simulated with islands.
 ISLAND_BALANCES = ("lb_mini", "dynamic")
-#: Balance strategies by their name in `SCHEDULES`.
-STRATEGIES: dict[str, BalanceStrategy] = {**BALANCE_STRATEGIES, "split": split_longest}
+#: Functions that plan a minibatch, by the name of the balance in `SCHEDULES`.
+STRATEGIES: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
 #: Pauses shorter than this time, in seconds, are omitted from timelines.
 PAUSE_S = 1e-3
@@ -105,7 +105,8 @@ def summarize(
 
 
 def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, SimulatedTiming]:
-    plans = {name: plan(minibatch, name) for name in STRATEGIES}
+    plans = {name: plan(minibatch, name) for name in BALANCE_STRATEGIES}
+    plans["split"] = plan(minibatch, "split", unsplit=plans["dynamic"])  # planning `dynamic` again takes long
     timings = {}
     for name in SCHEDULES:
         transport, balance = name.split("/")
@@ -141,10 +142,12 @@ def collect_timings(
     return ends, busy, timeline
 
 
-def plan(minibatch: SimulatedMinibatch, balance: str) -> Plan:
-    """Plan a minibatch from its sequence lengths, as ranks do."""
+def plan(minibatch: SimulatedMinibatch, balance: str, **arguments: Plan) -> Plan:
+    """Plan a minibatch from its sequence lengths, as ranks do. `arguments` are passed to the planning function."""
     scenario = minibatch.scenario
-    return STRATEGIES[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+    return STRATEGIES[balance](
+        minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, **arguments
+    )
 
 
 def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str) -> SimulatedTiming:

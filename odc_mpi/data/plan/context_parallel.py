@@ -40,17 +40,18 @@ MAX_RELATIVE_TIME = 0.98
 NUM_BISECTIONS = 20  # in the search for the cost of the costliest chunk
 
 
-def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
     """Plan a minibatch: split the costliest sequences across several ranks, and put all others in `Plan.pool`.
 
     This is a `BalanceStrategy`. If splitting saves less than 2% of the estimated time, and `max_tokens` does not
-    require it, the plan is that of `balance.dynamic`. A sequence may have at most `size * max_tokens` tokens.
+    require it, the plan is that of `balance.dynamic`, which a caller that has it can pass as `unsplit`. A sequence may
+    have at most `size * max_tokens` tokens.
     """
     planner = _Planner(lengths, size, max_tokens, cost)
     best: Plan | None = None
     earliest = math.inf
     if not len(lengths) or int(lengths.max()) <= max_tokens:
-        best = dynamic(lengths, size, max_tokens, cost)
+        best = unsplit or dynamic(lengths, size, max_tokens, cost)
         earliest = MAX_RELATIVE_TIME * planner.estimate_end(best)
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
