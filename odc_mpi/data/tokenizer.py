@@ -167,7 +167,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def serialize_tokenizer(tokenizer: Any) -> dict[str, bytes]:
-    """Return the contents of the files that `save_pretrained` writes for a tokenizer, keyed by file name."""
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        return tokenizer_files(Path(name))
+    """Return the contents of the files that `save_pretrained` writes for a tokenizer, keyed by file name.
+
+    Raises a `UserError` if they cannot be written to a temporary directory.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            tokenizer.save_pretrained(name)
+            return tokenizer_files(Path(name))
+    except Exception as error:  # the tokenizers library raises `Exception` if a file cannot be written
+        raise UserError(
+            f"cannot write the tokenizer to a temporary directory ({one_line_message(error)}): free space, or set "
+            "TMPDIR to another directory"
+        ) from error

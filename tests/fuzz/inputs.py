@@ -298,9 +298,9 @@ def environments(rng):
         for command in (prepare(), train()):
             yield case(f"{command[0]}: {name}", command, codes=(0, 1, 2), limits=limits)
     for name, argv in TO_A_FULL_DISK.items():
-        # MPI cannot start under a limit below that of its shared memory; a tokenizer is first a temporary file.
+        # MPI cannot start under a limit below that of its shared memory.
         sizes = {"train": (), "generate": (), "export": (2000, 8192, 40_000), "report": (2000, 8192, 40_000)}
-        for size in sizes.get(name, (1 << 15,)):
+        for size in sizes.get(name, (8192, 1 << 15)):
             limits = {resource.RLIMIT_FSIZE: size}
             yield case(f"{name} with files of at most {size}", argv, limits=limits, real=name.startswith("prepare"))
         for size in ("4k", "16k", "64k", "128k") if os.geteuid() == 0 else ():
