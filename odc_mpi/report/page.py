@@ -65,7 +65,7 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Plot with a title and a caption. HTML pages show the plot, and terminals show the tables instead.
+    """Plot with a title and a caption. Terminals show the tables instead of the plot, and HTML pages on request.
 
     `name` is the value for `odc-mpi report --picture`, and `draw` draws the plot with matplotlib.
     """
@@ -138,12 +138,14 @@ def _tile(tile: Tile) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    """Return an HTML figure, in which the colors of the plot are the CSS variables of the page."""
+    """Return an HTML figure, in which the colors of the plot are the CSS variables of the page, with its tables."""
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
     svg = figure.svg(standalone=False).replace("<svg", f'<svg role="img" aria-label="{escape(figure.title)}"', 1)
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var({name})")
-    return f"<figure>\n<h2>{escape(figure.title)}</h2>\n{svg}{caption}</figure>"
+    tables = "".join(f"<h3>{escape(table.heading)}</h3>{_table(table)}" for table in figure.tables)
+    values = f"<details><summary>Values</summary>{tables}</details>" if tables else ""
+    return f"<figure>\n<h2>{escape(figure.title)}</h2>\n{svg}{caption}{values}</figure>"
 
 
 def _table(table: Table) -> str:

@@ -371,6 +371,8 @@ def test_a_page_of_transports(tmp_path):
     (speeds,) = extract_plots(page)
     for words in ("accumulate", "mailbox", "MPI_Allgather", "64K", "A fetch of 9765625K moves 8 GB/s"):
         assert words in speeds
+    _, values = page.split("<summary>Values</summary>")
+    assert "± half the interquartile range" in values.split("</details>")[0] and "<td>" in values
     assert NASTY not in page
 
 
