@@ -288,6 +288,8 @@ def test_files_that_are_not_yaml(write, text, line, reason):
         (["--run.steps", "[1"], 'command line: run.steps: expected an integer, got "[1"'),
         (["--comm.parameter_cache_bytes", "-5"], f'command line: comm.parameter_cache_bytes: {SIZE}, got "-5"'),
         (["run.steps", "3"], 'command line: expected --section.key value, got "run.steps"'),
+        (["--run.steps", "3", "--=1"], 'command line: expected --section.key value, got "--=1"'),
+        (["--", "3"], 'command line: expected --section.key value, got "--"'),
         (["--model.config.a"], "command line: --model.config.a expected a value after it, got nothing"),
         (["--model.config.a=1", "--model.config.a.b=1"], "command line: --model.config.a.b: expected model.config.a"),
         (["--islands.by", "0"], "command line: islands.by: expected off or node or an integer, 1 or more, got 0"),

@@ -166,19 +166,21 @@ class Reader:
         return text if converted is value and is_verbatim(setting.type, text) else value
 
 
-def split_arguments(arguments: Sequence[str]) -> Iterator[_Given]:
-    """Split ``--name value value`` and ``--name=value`` arguments. Raises `UserError` if the first is a value."""
-    name, words = "", list[str]()
-    for argument in (*arguments, None):
-        if argument is None or argument.startswith("--"):
-            if name:
-                yield _Given(COMMAND_LINE, name, None, words)
-            name, equals, text = (argument or "")[2:].partition("=")
-            words = [text] if equals else []
-        elif not name:
+def split_arguments(arguments: Sequence[str]) -> list[_Given]:
+    """Split ``--name value value`` and ``--name=value`` arguments.
+
+    Raises `UserError` if the first argument is a value, or if a name is empty.
+    """
+    items: list[tuple[str, list[str]]] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, text = argument[2:].partition("=")
+            items.append((name, [text] if equals else []))
+        elif items:
+            items[-1][1].append(argument)
+        if not items or not items[-1][0]:
             raise UserError(f"{COMMAND_LINE}: expected --section.key value, got {format_value(argument)}")
-        else:
-            words.append(argument)
+    return [_Given(COMMAND_LINE, name, None, words) for name, words in items]
 
 
 def _one_word(item: _Given, expected: str) -> str:
