@@ -228,7 +228,9 @@ def _on_meta(
 ) -> tuple[transformers.PreTrainedModel, Packing]:
     attention.register()
     config.use_cache = False
-    for key, value in config.to_dict().items():
+    with _user_errors(f"{setting}: transformers does not accept it"):
+        values = config.to_dict()
+    for key, value in values.items():
         if ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and not 0 <= value <= 1:
             raise UserError(f"{setting}: expected {key} from 0 to 1, got {value}")  # torch finds it in the first step
     if getattr(config, "quantization_config", None):

@@ -84,6 +84,7 @@ class TestFromConfig:
             ({"model_type": "vit"}, "model.config"),
             (LLAMA | {"num_attention_heads": 5}, "model.config"),
             (LLAMA | {"attention_dropout": -1}, "attention_dropout from 0 to 1, got -1"),
+            (LLAMA | {"dtype": []}, "model.config: transformers does not accept it"),
             ({"model_type": "bart", "encoder_layers": 1}, "its loss does not shift the labels"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
             (SLIDING | {"model_type": "gemma3_text", "use_bidirectional_attention": True},
