@@ -52,8 +52,8 @@ class UnshardedParameters(torch.autograd.Function):
         ctx.unit, ctx.names, ctx.push = unit, names, push
         ctx.set_materialize_grads(False)
         tensors = tuple(unit.parameter(name) for name in names)
-        frozen = [t for t, name in zip(tensors, names, strict=True) if not unit.ranges[name][1].spec.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        if unit.frozen:
+            ctx.mark_non_differentiable(*(t for t, name in zip(tensors, names, strict=True) if name in unit.frozen))
         return tensors
 
     @staticmethod
@@ -111,7 +111,7 @@ class UnitForwards:
         # Tensors created without a graph must not be returned to code that needs one.
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if mode not in tensors_by_mode:
-            tensors_by_mode[mode] = self._tensors(unit, tuple(unit.ranges))
+            tensors_by_mode[mode] = self._tensors(unit, unit.names)
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:

@@ -43,6 +43,7 @@ class Unit:
         indices: Indices of the arrays in the transport.
         is_root: True if this is the unit of the root module.
         ranges: Index in `layouts` of each parameter's array, and the position in that array, keyed by dotted name.
+        names: Dotted names of all parameters; `frozen` are those that do not require a gradient.
         arrays: Full arrays while the unit is unsharded, otherwise empty.
         num_running_forwards: Number of running forward passes. While it is not 0, the unit is not resharded.
     """
@@ -54,6 +55,8 @@ class Unit:
         self.ranges: dict[str, tuple[int, ParameterRange]] = {
             range_.spec.name: (i, range_) for i, layout in enumerate(layouts) for range_ in layout.ranges
         }
+        self.names = tuple(self.ranges)
+        self.frozen = {name for name, (_, range_) in self.ranges.items() if not range_.spec.requires_grad}
         self.state = UnitState.SHARDED
         self.num_running_forwards = 0
         self._fetches: list[FetchWork] = []
