@@ -14,7 +14,7 @@ synchronization points:
 Within a minibatch, ranks communicate only through fetches and pushes. `comm.factory` builds these transports:
 
     transport    shards are in             model is on   access         is_local   threads
-    window       windows on the host       host          any            no         yes
+    window       windows on the host       host          any            one rank   yes
     staged       windows on the host       device        COPY           no         yes
     device       windows on the device     device        COPY           no         yes
     single_rank  memory of the device      device        KEEP           yes        no
@@ -141,7 +141,7 @@ class ParameterStore(ABC):
 class GradientStore(ABC):
     """Store that holds this rank's gradient shards and pushes gradients to the shards of all ranks."""
 
-    #: True if this rank owns all elements (one rank on a GPU), so that gradients can be added to `shard` directly.
+    #: True if this rank owns all elements and `shard` is on the model's device, so that gradients can be added there.
     is_local: bool = False
 
     def __init__(self, dtype: torch.dtype) -> None:

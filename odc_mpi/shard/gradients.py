@@ -6,8 +6,8 @@ with a gradient is sent. A push is in flight while the next gradient is computed
 pushes run on a thread, and several of them may be in flight (`num_push_buffers`).
 
 If an array fits into the budget (`shard.cache_budget`), its gradients are accumulated locally, in one pass over each.
-Their sum is pushed once: at the end of the minibatch, or in the last backward pass, as soon as it is complete. On a
-single rank with a GPU, gradients are accumulated in the shard itself.
+Their sum is pushed once: at the end of the minibatch, or in the last backward pass, as soon as it is complete. If a
+single rank owns all shards, on the model's device, gradients are accumulated in the shards themselves.
 """
 
 from collections import deque

@@ -170,7 +170,7 @@ def estimate_memory(
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
     # Push buffers, unless all gradients fit in the cache.
     all_accumulated = 0 < needs.gradients <= caches.gradients
-    in_shard = shards_on_gpu and num_ranks == 1  # gradients are accumulated there
+    in_shard = num_ranks == 1 and (shards_on_gpu or not gpu)  # gradients are accumulated there
     num_buffers = 0 if all_accumulated or in_shard else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
     activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)

@@ -32,6 +32,7 @@ class WindowGradientStore(GradientStore, ShardStorage):
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.world = world
+        self.is_local = world.size == 1
 
     @override
     def mapped_memory(self) -> list[torch.Tensor]:
