@@ -163,14 +163,14 @@ def estimate_memory(
     zero_copy = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if zero_copy or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     fetch_copies = gpu or not (zero_copy or shared_bytes)  # units are fetched into buffers of this rank
-    needed_gradients = sum(sizes.gradients) if num_ranks > 1 and accumulates else 0
+    in_shard = island_size == 1 and (shards_on_gpu or not gpu)  # gradients are accumulated there
+    needed_gradients = sum(sizes.gradients) if accumulates and not in_shard else 0
     needs = CacheBytes(sum(sizes.units[1:]) if fetch_copies else 0, needed_gradients)
     caches = _caches(config, needs, ranks_per_node, sizes.states + shared_bytes)
     all_cached = caches.parameters >= needs.parameters
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
     # Push buffers, unless all gradients fit in the cache.
     all_accumulated = 0 < needs.gradients <= caches.gradients
-    in_shard = num_ranks == 1 and (shards_on_gpu or not gpu)  # gradients are accumulated there
     num_buffers = 0 if all_accumulated or in_shard else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
     activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)

@@ -129,21 +129,15 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Do the same as `add_segments_`, but use only torch operators."""
-    views, values = [], []
     for start, tensor in segments:
         dense = _dense(tensor)
         # The addition itself casts narrower dtypes, without a copy.
         is_narrower = torch.promote_types(dense.dtype, shard.dtype) == shard.dtype
-        values.append(dense if is_narrower else dense.to(shard.dtype))
-        if dense.is_contiguous():  # a single operator, because with small gradients operators take most of the time
-            views.append(shard.as_strided(dense.shape, dense.stride(), shard.storage_offset() + start))
+        if dense.is_contiguous():  # one operator instead of two, which take longer than adding a small gradient
+            part = shard.as_strided(dense.shape, dense.stride(), shard.storage_offset() + start)
         else:
-            views.append(shard.narrow(0, start, dense.numel()).view(dense.shape))
-    if shard.is_cpu and views:
-        torch._foreach_add_(views, values)
-        return
-    for view, value in zip(views, values, strict=True):  # in order: on a GPU, the operator for lists may add at once
-        view.add_(value)
+            part = shard[start : start + dense.numel()].view(dense.shape)
+        part.add_(dense if is_narrower else dense.to(shard.dtype))
 
 
 def kernels_unavailable_reason(device: torch.device) -> str | None:
