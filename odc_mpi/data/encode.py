@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.errors import UserError
 

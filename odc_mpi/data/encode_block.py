@@ -22,9 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_example
+from odc_mpi.data.examples import Example, PreferencePair
 from odc_mpi.data.pairs.encode import encode_pairs
-from odc_mpi.data.readers.records import Block, InvalidRecordError
+from odc_mpi.data.records.block import Block
+from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.parse import parse_example
+from odc_mpi.data.records.schema import Columns
 from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError

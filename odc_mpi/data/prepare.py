@@ -25,10 +25,13 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, check_columns, parse_example
+from odc_mpi.data.examples import PreferencePair, PromptCompletion
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport
-from odc_mpi.data.readers.records import Block, InvalidRecordError
+from odc_mpi.data.records.block import Block
+from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.parse import parse_example
+from odc_mpi.data.records.schema import Columns, check_columns
 from odc_mpi.data.sources import DataSource, find_sources, mix
 from odc_mpi.data.tokenizer import (
     MAX_VOCAB_SIZE,

@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.encode import encode_prompts
-from odc_mpi.data.examples import Conversation, Example, parse_prompt
-from odc_mpi.data.readers.records import InvalidRecordError, to_record
+from odc_mpi.data.examples import Conversation, Example
+from odc_mpi.data.records.block import to_record
+from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.parse import parse_prompt
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.examples import Columns
 from odc_mpi.data.readers import arrow, stdlib, text_files
-from odc_mpi.data.readers.records import Block
+from odc_mpi.data.records.block import Block
+from odc_mpi.data.records.schema import Columns
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from odc_mpi.data.examples import Conversation
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError, one_line_message
 
 CharSpan = tuple[int, int]

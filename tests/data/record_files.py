@@ -2,7 +2,7 @@
 
 import json
 
-from odc_mpi.data.examples import parse_example
+from odc_mpi.data.records.parse import parse_example
 
 
 def write_lines(path, *records):

@@ -8,7 +8,7 @@ from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, 
 
 from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
 #: Templates without tools.

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.errors import UserError
 

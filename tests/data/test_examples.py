@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from odc_mpi.data.examples import Conversation, parse_example
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.parse import parse_example
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -11,7 +11,7 @@ from typing_extensions import override
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import PreferencePair
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.records.fields import InvalidRecordError
 
 
 @dataclass(frozen=True, kw_only=True)

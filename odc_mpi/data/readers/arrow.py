@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.records import Block
+from odc_mpi.data.records.block import Block
 from odc_mpi.errors import UserError, one_line_message
 
 PARQUET_SUFFIX = ".parquet"

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from odc_mpi.data.readers.records import Block, InvalidRecordError
+from odc_mpi.data.records.block import Block
+from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError
 
 try:

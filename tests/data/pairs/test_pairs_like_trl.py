@@ -11,8 +11,8 @@ import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
 from tokenizers import processors
 
-from odc_mpi.data.examples import parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
+from odc_mpi.data.records.parse import parse_example
 
 pytestmark = [
     pytest.mark.slow,

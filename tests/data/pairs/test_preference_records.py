@@ -2,8 +2,9 @@
 
 import pytest
 
-from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion, parse_example
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion
+from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.parse import parse_example
 
 USER = {"role": "user", "content": "Which color?"}
 BLUE, GREEN = ({"role": "assistant", "content": content} for content in ("Blue.", "Green."))

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from record_files import parse_blocks
 
-from odc_mpi.data.examples import Conversation, parse_example
+from odc_mpi.data.examples import Conversation
 from odc_mpi.data.readers import arrow
 from odc_mpi.data.readers.arrow import is_hub_name
+from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.sources import find_sources
 from odc_mpi.errors import UserError
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from record_files import parse_blocks
 
-from odc_mpi.data.examples import Conversation, PromptCompletion, check_columns
+from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.readers.text_files import read_records
+from odc_mpi.data.records.schema import check_columns
 from odc_mpi.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from odc_mpi.data.examples import parse_example
 from odc_mpi.data.readers import text_files
-from odc_mpi.data.readers.records import InvalidRecordError, to_record
 from odc_mpi.data.readers.text_files import count_records, read_records
+from odc_mpi.data.records.block import to_record
+from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.parse import parse_example
 from odc_mpi.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")

@@ -1,45 +1,11 @@
-"""Blocks of records (lines, elements or rows) from a source, and checks of their fields."""
+"""Blocks of records (lines, elements or rows), which readers yield."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from odc_mpi.errors import UserError
-from odc_mpi.formatting import truncate_text
-
-MAX_CHARS = 200  # of a text from a file, in a message
-
-
-class InvalidRecordError(UserError):
-    """Error for a record that cannot be used. The message begins with the location: the file and the line or row."""
-
-
-def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return a required field's text. Raises an `InvalidRecordError` if the field is missing or not Unicode text."""
-    if field not in record:
-        raise InvalidRecordError(f"{location}: expected the field {field!r}, got {field_names(record)}")
-    text = record[field]
-    if not isinstance(text, str):
-        raise InvalidRecordError(f"{location}: expected {field!r} to be a string, got {json_kind(text)}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair; tokenizers reject it
-        raise InvalidRecordError(
-            f"{location}: expected text in {field!r}, got a byte that is not UTF-8 or a lone surrogate at {error.start}"
-        ) from error
-    return text
-
-
-def field_names(record: Mapping[str, Any]) -> str:
-    """Return the names of a record's fields as text for an error message."""
-    return truncate_text(", ".join(map(repr, record)), MAX_CHARS) or "no fields"
-
-
-def json_kind(value: Any) -> str:
-    """Return the JSON type of a value, with an article, such as "an object"."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
-    return names.get(type(value), "a number")
+from odc_mpi.data.records.fields import InvalidRecordError, json_kind
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, json_kind, text_field
+from odc_mpi.data.records.fields import MAX_CHARS, InvalidRecordError, field_names, json_kind, text_field
 from odc_mpi.errors import one_line_message
 from odc_mpi.formatting import truncate_text
 

@@ -1,0 +1,1 @@
+"""The schema of records: formats, fields of records and messages, and their conversion to examples."""

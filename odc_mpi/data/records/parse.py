@@ -1,0 +1,86 @@
+"""Conversion of records to training examples and to prompts for generation."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from odc_mpi.data.examples import Example, PreferencePair, PromptCompletion
+from odc_mpi.data.records.block import to_record
+from odc_mpi.data.records.conversations import conversation, instruction
+from odc_mpi.data.records.fields import InvalidRecordError, field_names, text_field
+from odc_mpi.data.records.messages import parse_messages
+from odc_mpi.data.records.pairs import preference_pair
+from odc_mpi.data.records.schema import FORMATS, WITH_MESSAGES, Columns, rename
+
+_OBJECTS = re.compile(r"\s*\[\s*\{")
+
+
+def parse_example(value: Any, location: str, columns: Columns | None = None) -> Example | PreferencePair:
+    """Return the example or pair that a record contains, given its value and location from `Block.records`.
+
+    The epilog of `odc-mpi prepare --help` lists the formats. The first one whose fields are all present is used. Raises
+    an `InvalidRecordError` if the record does not match any format, or if a field has an invalid value.
+    """
+    record: Mapping[str, Any] = to_record(value, location)
+    label = record.get("label")
+    is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
+    record = _decode_messages(rename(record, location, columns) if columns else record)
+    required = next((names for names in FORMATS if record.keys() >= set(names)), ())
+    if "chosen" in required:
+        return preference_pair(record, required[0], location)
+    if "prompt" in required:
+        if is_unwanted:
+            raise InvalidRecordError(
+                f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
+            )
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            messages = parse_messages([*prompt, *completion], "prompt", location)
+            return conversation(record, messages, location, num_context=len(prompt))
+        text = text_field(record, "completion", location)
+        return PromptCompletion(location, text_field(record, "prompt", location), text)
+    if "text" in required:
+        return PromptCompletion(location, "", text_field(record, "text", location))
+    if "instruction" in required:
+        answer = {"role": "assistant", "content": text_field(record, "output", location)}
+        return conversation(record, [*instruction(record, location), answer], location)
+    for name in required:
+        return conversation(record, parse_messages(record[name], name, location), location)
+    raise InvalidRecordError(
+        f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
+        f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "
+        "with --columns"
+    )
+
+
+def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
+    """Return the prompt of a record as an example without a completion.
+
+    The prompt is a list of messages in the field `messages`, or a string or list of messages in the field `prompt`.
+    Assistant messages at the end are removed, but the first message is always kept. Conversations may also have the
+    fields `system` and `tools`. Raises an `InvalidRecordError` if there is no prompt or one of these fields is invalid.
+    """
+    record = _decode_messages(record)
+    for name in ("messages", "prompt"):
+        if (name == "messages" and name in record) or isinstance(record.get(name), list):
+            messages = parse_messages(record[name], name, location)
+            while len(messages) > 1 and messages[-1]["role"] == "assistant":
+                messages.pop()
+            return conversation(record, messages, location)
+    if "prompt" in record:
+        return PromptCompletion(location, text_field(record, "prompt", location), "")
+    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
+
+
+def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a record in which lists of messages given as JSON text are decoded."""
+    decoded = dict(record)
+    for name in WITH_MESSAGES:
+        if isinstance(text := record.get(name), str) and _OBJECTS.match(text):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(text)
+                if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in value):
+                    decoded[name] = value
+    return decoded
