@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from odc_mpi.data.chat.templates import ChatRenderer
 from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
-from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import is_model_directory
@@ -100,6 +100,6 @@ class RewardModel:
         renderer = ChatRenderer(self._tokenizer)
         text = renderer.render_prompt(Conversation(self._location, [*prompt, *completion]), for_generation=False)
         if getattr(self._model.config, ENDS_WITH_TURN, False):
-            text = text[: renderer.end_of_turn(text)]
+            text = renderer.close_turn(text)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens

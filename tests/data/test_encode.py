@@ -4,10 +4,10 @@ from number_words import number_words
 from published_templates import with_template
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
+from odc_mpi.data.chat.templates import ChatRenderer
 from odc_mpi.data.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
-from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -45,12 +45,6 @@ def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer):
     silent = [{"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
     [[encoded]] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
-
-
-def test_arguments_that_json_does_not_have(tokenizer):
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": b""}}}]}
-    with pytest.raises(InvalidRecordError, match=r"^here: expected arguments of tool calls in JSON, got .*bytes"):
-        encode(tokenizer, [Conversation("here", [CHAT[1], call])])
 
 
 def test_a_prompt_without_a_message_is_refused(tokenizer):
