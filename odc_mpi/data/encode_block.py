@@ -62,8 +62,9 @@ class FilterCounts:
     Attributes:
         num_bad_lines, bad_lines: Number of invalid records, and the error messages for the first three.
         num_truncated: Number of sequences that were truncated to the maximum length and not dropped afterward.
-        num_untrained_dropped: Number of sequences that were dropped because they have no loss tokens within the maximum
-            length, or because they are pairs whose answers do not differ there.
+        num_dropped: Number of sequences that were dropped because they are longer than the maximum length, where they
+            have no loss tokens within it, or by request.
+        num_untrained_dropped: Number of sequences and examples that were dropped because they have no loss tokens.
         num_split, num_split_turns: Number of plain texts that were split, and of conversations with several sequences.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
@@ -184,15 +185,16 @@ def _encode_all(
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
     """Yield the sequence, truncated or split if necessary, unless it is dropped. Updates `counts`."""
     limit = sequence_filter.max_length or sequence.length
-    if sequence.length > limit and sequence_filter.overlong == "drop":
+    fitting = [sequence.truncate(limit)]
+    is_lost = sequence_filter.overlong == "drop" or (sequence.has_loss and not fitting[0].has_loss)
+    if sequence.length > limit and is_lost:
         counts.num_dropped += 1
         counts.num_dropped_tokens += len(sequence.tokens)
         return
-    fitting = [sequence.truncate(limit)]
     if sequence.length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
         fitting = _split(sequence.tokens, starts_with_bos=sequence.starts_with_bos, limit=limit)
         counts.num_split += 1
-    elif sequence.length > limit and fitting[0].has_loss:
+    elif sequence.length > limit:
         counts.num_truncated += 1
         counts.num_truncated_tokens += len(sequence.tokens) - len(fitting[0].tokens)
     for each in fitting:

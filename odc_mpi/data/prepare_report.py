@@ -105,12 +105,7 @@ class PrepareReport(FilterCounts):
             (self.num_split, "texts split into sequences of --max-length"),
             (self.num_truncated, f"truncated to --max-length ({self.num_truncated_tokens:,} tokens lost)"),
             (self.num_dropped, f"dropped: longer than --max-length ({self.num_dropped_tokens:,} tokens lost)"),
-            (
-                self.num_untrained_dropped,
-                "dropped: the prompt leaves an answer no tokens within --max-length, or the answers do not differ there"
-                if self.num_prompt_tokens
-                else "dropped: no loss tokens",
-            ),
+            (self.num_untrained_dropped, "dropped: no loss tokens"),
             (self.num_own_special, "texts contain the bos or eos token: not added again"),
             (self.num_split_turns, "conversations split into one sequence per answer (--split-turns)"),
             (

@@ -110,7 +110,7 @@ def call(**function):
 
 
 def test_calls_of_functions():
-    """Arguments are an object, its JSON text, or empty; calls may be in `function_call`, without `function`, or text."""
+    """Arguments are an object, its JSON text or empty; calls may be in `function_call`, without `function`, or text."""
     expected = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
     for given in ({"a": None}, '{"a": null}'):
         function = {"name": "f", "arguments": given}
