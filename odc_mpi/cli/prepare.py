@@ -21,8 +21,9 @@ Each line or row is an example in one of these formats; the first format whose f
   conversations                   list of from and value; loss on assistant messages
   instruction, output (, input)   loss on output
   text                            loss on everything
-Conversations may also have the fields tools (a list) and system. Lists may be JSON text, as in CSV. Messages with
-"weight": 0 or "train": false have no loss. --columns prompt=question,completion=answer reads fields with other names.
+Conversations and prompts with completions may also have the fields tools (a list), system and history. Lists may be
+JSON text, as in CSV. Messages with "weight": 0 or "train": false have no loss. The report counts lines with fields that
+are not used. --columns prompt=question,completion=answer reads fields with other names.
 
 Weights, such as a.jsonl:0.7 b.parquet:0.3, are the shares of the sources in the data set. Examples are sampled with
 --seed; --stopping-strategy decides whether one may be used twice. Without weights, all examples are used.

@@ -15,10 +15,11 @@ from odc_mpi.data.examples import Conversation, Example
 from odc_mpi.data.records.block import to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_prompt
+from odc_mpi.data.records.schema import BESIDE
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 
-_NO_COLUMNS = ("prompt", "messages", "system", "tools")  # fields that make up the prompt
+_NO_COLUMNS = ("prompt", "messages", *BESIDE)  # fields that make up the prompt
 #: Names of the arguments that reward functions receive besides the columns.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
