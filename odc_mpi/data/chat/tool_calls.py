@@ -35,7 +35,10 @@ def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
     """Return True if a text contains arguments as a JSON object or, as in GLM and Qwen3-Coder, as names and values."""
     if any(dump in text for dump in _dumps(arguments)) or any(value == arguments for value in _objects(text)):
         return True
-    return not is_distorted(text, arguments) and all(leaf in text for leaf in _leaves(arguments))
+    if is_distorted(text, arguments):
+        return False
+    # Among names and values, Qwen3-Coder and LFM2 write None and True.
+    return all(json.dumps(leaf) in text or str(leaf).strip() in text for leaf in _leaves(arguments))
 
 
 def is_distorted(text: str, arguments: dict[str, Any]) -> bool:
@@ -69,11 +72,12 @@ def _containers(value: Any) -> Iterator[Any]:
             yield from _containers(item)
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the names and the values at any depth that are no objects or lists."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)
     else:
-        yield value.strip() if isinstance(value, str) else json.dumps(value)
+        yield value
