@@ -86,8 +86,9 @@ def find_ignored(chat: Conversation, indices: Sequence[int], example: Rendered, 
     `template` does not mention.
     """
     yield from chat.ignored
-    trained = _without_space("".join(example.text[begin:end] for begin, end in example.spans))
-    if any(_without_space(chat.messages[i].get(REASONING[0], "")) not in trained for i in indices):
+    reasoning = [_without_space(chat.messages[i].get(REASONING[0], "")) for i in indices]
+    trained = "".join(example.text[begin:end] for begin, end in example.spans) if any(reasoning) else ""
+    if any(each not in _without_space(trained) for each in reasoning):
         yield f"`{REASONING[0]}` of messages {_DROPPED}"
     names = [tool.get("function", tool) for tool in chat.tools or ()]
     if any(isinstance(each, dict) and str(each.get("name", "")) not in example.text for each in names):

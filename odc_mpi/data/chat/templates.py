@@ -114,7 +114,8 @@ class ChatRenderer:
         texts = {count: each.text for count, each in zip(counts, self._render(chat, counts), strict=True)}
         if not is_marked:  # a template with marks decides itself where an answer ends
             for i in trained:
-                texts[i + 1] = texts[i + 1].removesuffix(self.turn_end.rest) + self._closing(chat, i, texts[i + 1])
+                turn = texts[i + 1].removesuffix(self.turn_end.rest)
+                texts[i + 1] = turn + self._closing(chat, i, turn)
         answers = []
         for i, (prompt, *_) in zip(trained, prompts, strict=True):
             turn = texts[i + 1]

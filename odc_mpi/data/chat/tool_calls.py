@@ -33,12 +33,13 @@ def called_functions(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
     """Return True if a text contains arguments as a JSON object or, as in GLM and Qwen3-Coder, as names and values."""
-    if any(dump in text for dump in _dumps(arguments)) or any(value == arguments for value in _objects(text)):
+    if any(dump in text for dump in _dumps(arguments)):
         return True
     if is_distorted(text, arguments):
         return False
     # Among names and values, Qwen3-Coder and LFM2 write None and True.
-    return all(json.dumps(leaf) in text or str(leaf).strip() in text for leaf in _leaves(arguments))
+    forms = ((str(leaf).strip(), json.dumps(leaf, ensure_ascii=False).strip('"')) for leaf in _leaves(arguments))
+    return all(any(form in text for form in each) for each in forms) or arguments in _objects(text)
 
 
 def is_distorted(text: str, arguments: dict[str, Any]) -> bool:
