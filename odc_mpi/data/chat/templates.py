@@ -207,13 +207,13 @@ class ChatRenderer:
                 f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
                 "or --chat-template FILE of odc-mpi prepare"
             )
-        error: Exception = ValueError("it does not write the arguments of tool calls as JSON")
+        error: Exception | None = None
         without_arguments: list[Rendered] | None = None
         for form in argument_forms(chat.messages):
             try:
                 rendered = self._render_form(chat, form, counts, for_generation=for_generation, with_marks=with_marks)
             except Exception as problem:  # templates may raise any exception
-                error = problem
+                error = error or problem
                 continue
             calls = [
                 (each.text, function["arguments"])
@@ -223,10 +223,13 @@ class ChatRenderer:
             ]
             if all(contains_arguments(*call) for call in calls):
                 return rendered
-            if not any(is_distorted(*call) for call in calls):
+            if any(is_distorted(*call) for call in calls):
+                error = ValueError("it does not write the arguments of tool calls as JSON")
+            else:
                 without_arguments = without_arguments or rendered
         if without_arguments is not None:
             return without_arguments  # the template leaves calls out, which `checks` reports
+        assert error is not None
         raise InvalidRecordError(
             f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(error)})"
         ) from error

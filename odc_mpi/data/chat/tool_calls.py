@@ -32,12 +32,17 @@ def called_functions(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
-    """Return True if a text contains arguments as a JSON object or, as in GLM and Qwen3-Coder, as names and values."""
+    """Return True if a text contains arguments as a JSON object, or as names and values.
+
+    GLM and Qwen3-Coder write names and values between tags, LFM2 writes the arguments of a call in Python.
+    """
     if any(dump in text for dump in _dumps(arguments)):
+        return True
+    if arguments and all(f"{name}={value!r}" in text for name, value in arguments.items()):
         return True
     if is_distorted(text, arguments):
         return False
-    # Among names and values, Qwen3-Coder and LFM2 write None and True.
+    # Among names and values, Qwen3-Coder writes None and True.
     forms = ((str(leaf).strip(), json.dumps(leaf, ensure_ascii=False).strip('"')) for leaf in _leaves(arguments))
     return all(any(form in text for form in each) for each in forms) or arguments in _objects(text)
 
