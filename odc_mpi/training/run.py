@@ -93,7 +93,7 @@ def train(
 
     `stop` is a stop request handler that is already active. By default, a new one is active during this call.
     `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, or only
-    `steps` if the run was already complete. Values are equal on all ranks, except for times and `device`.
+    `steps` if the run was already complete, on all ranks.
 
     Raises:
         AllRanksUserError: The settings, data and model do not match or differ between ranks, or a file cannot be used.
@@ -152,7 +152,7 @@ def train(
         if config.run.exact:
             described |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
-        summary = logger.summarize(described | trainer.finish())
+        summary = world.gather_objects(logger.summarize(described | trainer.finish()))[0]
         checkpointing.raise_outcome(trainer.completed_steps)
         if outer_loop:
             outer_loop.close()
