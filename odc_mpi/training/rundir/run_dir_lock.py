@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 LOCK_FILE = "owner.json"
 #: Maximum time to wait for the lock, in seconds. A killed run may still be exiting when the next one starts.
 LOCK_TIMEOUT_S = 5.0
-#: Time for which ranks on other hosts look for a new file, in seconds. A network file system may show it late.
-SEARCH_S = 5.0
+SEARCH_S = 5.0  # for ranks on other hosts: a network file system may show a new file late
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
@@ -129,8 +128,7 @@ def require_shared(run_dir: Path, world: "World") -> None:
             with suppress(OSError):  # another process has created files in it
                 folder.rmdir()
     if blind := [rank for rank, (is_visible, _) in enumerate(seen) if not is_visible]:
-        names = [f"rank {rank} on {world.hosts[rank]}" for rank in blind[:4]]
-        names += [f"{len(blind) - 4} more ranks"] if len(blind) > 4 else []
+        names = [f"rank {r} on {world.hosts[r]}" for r in blind[:4]] + [f"{len(blind) - 4} more"] * (len(blind) > 4)
         raise AllRanksUserError(
             f"run.dir: expected a directory that all ranks share, got {run_dir}: a file that rank 0 on "
             f"{world.hosts[0]} wrote to {seen[0][1]} does not appear in {seen[blind[0]][1]} for {', '.join(names)}: "
