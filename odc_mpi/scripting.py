@@ -110,12 +110,12 @@ def prepare(
         raise UserError(f"odc_mpi.prepare: expected fields of PrepareOptions, got {', '.join(sorted(unknown))}")
     specs = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     paths = ("tokenizer", "chat_template")
-    files = {name: Path(options[name]) for name in paths if options.get(name) is not None}
+    files = {name: Path(options[name]).expanduser() for name in paths if options.get(name) is not None}
 
     def write() -> PrepareReport:
         if "tokenizer" in files:
             files["tokenizer"] = Path(resolve_model_path(str(files["tokenizer"]), "tokenizer", weights=False))
-        return write_dataset(specs, Path(out), PrepareOptions(**{"num_proc": 1, **options, **files}))
+        return write_dataset(specs, Path(out).expanduser(), PrepareOptions(**{"num_proc": 1, **options, **files}))
 
     if world is None and not is_launched():
         return write()

@@ -491,6 +491,9 @@ def test_other_user_errors(run, tmp_path, capsys):
     assert "loss, gantt, time, lengths" in user_error(capsys, "report", run, "--picture", "gant")
     assert "ends in .svg" in user_error(capsys, "report", run, "--picture", "gantt", "--out", tmp_path / "a.png")
     assert "ends in .html" in user_error(capsys, "report", run, "--out", tmp_path / "a.svg")
+    before = (run / "metrics.jsonl").read_bytes()
+    assert "to replace" in user_error(capsys, "report", run, "--out", run / "metrics.jsonl")
+    assert (run / "metrics.jsonl").read_bytes() == before
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
     assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "nowhere" / "a.html")

@@ -433,3 +433,17 @@ def test_the_learning_rate_depends_on_the_objective(write, arguments, expected):
 def test_gradient_checkpointing_on_gpus(write, device, expected):
     assert with_device(load(write(MINIMAL)), device).model.gradient_checkpointing is expected
     assert with_device(load(write(MINIMAL), ["--lora_r", "8"]), device).model.gradient_checkpointing is False
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {path: ~/m}\ndata: {path: ~/d, eval_path: ~/e}\nrun: {objective: grpo, dir: ~/r, log_dir: ~/l}\n"
+        "rl: {reward_funcs: ['~/f.py:f', length], tokenizer: ~/t}\n"
+    )
+    config = load(path, ["--run.resume=~/s"])
+    named = (config.model.path, config.data.path, config.data.eval_path, config.run.dir, config.run.log_dir)
+    assert named == tuple(f"/home/me/{name}" for name in "mderl")
+    assert (config.run.resume, config.rl.tokenizer) == ("/home/me/s", "/home/me/t")
+    assert config.rl.reward_funcs == ["/home/me/f.py:f", "length"]

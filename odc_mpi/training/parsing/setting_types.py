@@ -1,6 +1,7 @@
 """Types of settings, checks on their values, and descriptions of types and values for error messages."""
 
 import json
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -78,7 +79,15 @@ def validate_value(name: str, setting: Setting, value: Any) -> Any:
     for check in setting.checks:
         if value is not None and not check.is_valid(value):
             raise UserError(f"{expected}, {check.description}, got {format_value(value)}")
+    if str in members and isinstance(value, str):
+        return _expand_home(value)
+    if list[str] in members and isinstance(value, list):
+        return [_expand_home(name) for name in value]
     return float(value) if float in members and isinstance(value, int) else value
+
+
+def _expand_home(text: str) -> str:
+    return os.path.expanduser(text) if "/" in text else text  # noqa: PTH111 - fails for no user, unlike that of Path
 
 
 def is_verbatim(hint: Any, text: str) -> bool:

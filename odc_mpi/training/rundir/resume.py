@@ -19,7 +19,7 @@ from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_directory, reopen_run_directory
-from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
+from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors, require_shared
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
 #: Settings whose changes are not reported when a run resumes.
@@ -94,9 +94,10 @@ class DeferredErrorWeights(CheckpointWeights):
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
     """Open the checkpoint from which the run starts, if any, and restore the model's buffers from it. Collective.
 
-    Raises `AllRanksUserError` if the checkpoint does not match `config` or `inputs`, if `run.resume` is a path without
-    checkpoints, or if checkpoints exist but none is complete.
+    Raises `AllRanksUserError` if a rank does not see the run directory, if the checkpoint does not match `config` or
+    `inputs`, if `run.resume` is a path without checkpoints, or if checkpoints exist but none is complete.
     """
+    require_shared(Path(config.run.dir), world)
     resume_point = _find_checkpoint(config, world)
     if resume_point:
         world.run_on_all(lambda: _check_fits(resume_point, config, inputs))
@@ -273,10 +274,11 @@ def _newest(world: World, candidates: Sequence[Path], advice: str) -> Checkpoint
     problems: list[str] = []
     for path in reversed(candidates):
         checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, world))  # type: ignore[misc]
-        problem_of_rank = world.gather_objects(problem)
-        if not any(problem_of_rank):
+        rank_problems = world.gather_objects(problem)
+        if not any(rank_problems):
             return checkpoint
-        problems.append(next(filter(None, problem_of_rank)))
+        rank = next(rank for rank, problem in enumerate(rank_problems) if problem)
+        problems.append(f"{rank_problems[rank]}{f' (on rank {rank})' if rank else ''}")
         if checkpoint:
             checkpoint.close()
         if world.rank == 0:
