@@ -79,9 +79,8 @@ def write_text_durable(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a JSON lines file with their line feeds, or [] if the file is missing.
+    """Return a file's lines, [] if it is missing. Only line feeds end a line: JSON may contain U+2028 and the like.
 
-    Only line feeds end a line: JSON may contain U+2028, U+0085 and the other characters at which `splitlines` splits.
     Bytes that are not UTF-8 become lone surrogates, for which `write_text_durable` writes the original bytes.
     """
     if not path.is_file():

@@ -16,8 +16,7 @@ from odc_mpi.files import parse_json
 from odc_mpi.hub import cached_model_path
 
 GENERATION_CONFIG = "generation_config.json"
-#: Settings of a base model that are not exported, because with them, `generate` with only tokens as its argument fails,
-#: returns several sequences or other values than tokens, or cannot stream.
+#: Settings that are not exported: with them, `generate` fails, returns several sequences, or cannot stream.
 _NOT_EXPORTED = {
     *("num_return_sequences", "return_dict_in_generate", "stop_strings", "token_healing", "use_mtp", "is_assistant"),
     *("num_beams", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "early_stopping"),
@@ -55,14 +54,13 @@ class SideFiles:
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of generation_config.json: the base model's, if there is one, with updated special tokens.
 
-        Settings with which `generate` fails or returns several sequences are omitted. `config` is the content of
-        config.json. Raises `UserError` if the base model's file cannot be read.
+        `config` is the content of config.json. Raises `UserError` if the base model's file cannot be read.
         """
-        base = read_generation_config(self._base)
-        content = {key: value for key, value in base.items() if key not in _NOT_EXPORTED}
+        content = read_generation_config(self._base)
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
         special = self._special_tokens(defaults, config)
-        return {key: value for key, value in {**defaults, **special}.items() if value is not None}
+        settings = {**defaults, **special}.items()
+        return {key: value for key, value in settings if value is not None and key not in _NOT_EXPORTED}
 
     def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the IDs of special tokens, keyed by setting, or {} if no tokenizer can be loaded.

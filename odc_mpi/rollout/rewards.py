@@ -6,9 +6,11 @@ All arguments are lists with one entry per completion. Prompts and completions a
 prompt is a conversation. If the prompt lacks a column, the entries of this column are None. A function without
 `**kwargs` receives only the arguments in its signature. A result of None means that the function does not apply to the
 completion and adds nothing to its reward. A completion to which no function applies has an advantage of 0 and does not
-affect the advantages of the prompt's other completions.
+affect the advantages of the prompt's other completions. Asynchronous functions run at the same time, in a thread.
 """
 
+import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -17,7 +19,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ from odc_mpi.rollout import builtin_rewards
 RewardCallable = Callable[..., Sequence[float | None]]
 #: Number added to the standard deviation of a group before advantages are divided by it, as in TRL.
 EPSILON = 1e-4
+_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,21 @@ def load_reward_functions(
     return functions
 
 
+def check_arguments(functions: Sequence[RewardFunction], columns: Iterable[str], setting: str) -> None:
+    """Raise `UserError` if a function requires an argument that it will not receive. `setting` has the `columns`."""
+    known = dict.fromkeys((*_ARGUMENTS, *columns), ())
+    for reward in functions:
+        try:
+            inspect.signature(reward.function).bind(**_accepted_kwargs(reward.function, known))
+        except ValueError:  # some functions in C have no signature
+            continue
+        except TypeError as error:
+            raise UserError(
+                f"rl.reward_funcs: {reward.spec}: {error}: functions receive {', '.join(_ARGUMENTS)} and "
+                f"the columns of {setting} ({', '.join(columns) or 'none'}): give it a default, or add a column"
+            ) from error
+
+
 def compute_rewards(
     functions: Sequence[RewardFunction],
     reward_kwargs: Mapping[str, Sequence[Any]],
@@ -125,9 +143,10 @@ def compute_rewards(
     """
     count = len(reward_kwargs["completions"])
     per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)
-    for row, reward in enumerate(functions):
+    calls = [_start(reward.function, reward_kwargs, timeout_s) for reward in functions]
+    for row, (reward, call) in enumerate(zip(functions, calls, strict=True)):
         try:
-            per_function[row] = _call(reward, reward_kwargs, count, timeout_s)
+            per_function[row] = _call(call, count, timeout_s)
         except _FailedError as error:
             message = f"reward function {reward.spec}, prompt {prompt}, rank {rank}: {error}"
             if not skip:
@@ -147,12 +166,10 @@ class _FailedError(Exception):
         self.values, self.failed = values, failed
 
 
-def _call(
-    reward: RewardFunction, reward_kwargs: Mapping[str, Sequence[Any]], count: int, timeout_s: float
-) -> npt.NDArray[np.float64]:
+def _call(call: Callable[[], Any], count: int, timeout_s: float) -> npt.NDArray[np.float64]:
     try:
         with _time_limit(timeout_s):
-            rewards = _to_list(reward.function(**_accepted_kwargs(reward.function, reward_kwargs)), count)
+            rewards = _to_list(call(), count)
     except _ExpiredError as error:
         raise _FailedError(f"it did not return within rl.reward_timeout_s, {timeout_s:g} s") from error
     except _FailedError:
@@ -167,6 +184,30 @@ def _call(
         message = f"expected finite numbers or None, got {text} for completion {first}"
         raise _FailedError(message, values, invalid)
     return values
+
+
+def _start(function: Any, reward_kwargs: Mapping[str, Sequence[Any]], timeout_s: float) -> Callable[[], Any]:
+    """Start a reward function if it is asynchronous. Return a function that returns the rewards, or runs the others."""
+    call = functools.partial(function, **_accepted_kwargs(function, reward_kwargs))
+    if not any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+        return call
+
+    async def run() -> Any:
+        try:
+            return await call()
+        except SystemExit as error:  # would end the event loop
+            raise _FailedError(f"it raised SystemExit: {one_line_message(error)}") from error
+
+    # `_time_limit` expires before this limit, after which the function is canceled.
+    return asyncio.run_coroutine_threadsafe(asyncio.wait_for(run(), timeout_s + 1), _event_loop()).result
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that runs in a thread. There is one for all calls, because HTTP clients depend on theirs."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def _to_list(rewards: Any, count: int) -> list[Any]:

@@ -14,7 +14,7 @@ from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.probe.decision import Decision
 from odc_mpi.rollout.groups import RolloutMicrobatch
-from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
+from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs, build_model
@@ -36,6 +36,9 @@ def build_grpo(
     rewards_of = partial(
         compute_rewards, functions, rank=world.rank, timeout_s=rl.reward_timeout_s, skip=rl.skip_failed_rewards
     )
+    for setting, prompts in inputs.datasets.items():
+        assert isinstance(prompts, PromptDataset)
+        world.run_on_all(partial(check_arguments, functions, prompts.columns, setting))
     names = [function.name for function in functions]
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(

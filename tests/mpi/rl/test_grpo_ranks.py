@@ -134,6 +134,9 @@ def test_groups_of_equal_rewards_train_nothing_count_and_warn_once(world, run, g
     warned = capfd.readouterr().err
     for words in ("the rewards of each prompt's completions are all equal", "100% of the completions were truncated"):
         assert warned.count(f"step 1: {words}") == warned.count(words) == (world.rank == 0)
+    prompts = read_prompt_tokens(grpo_dir)
+    ends = [f"after the end of its prompt, such as {prompts[index].prompt!r}" for index in range(len(prompts))]
+    assert sum(words in warned for words in ends) == (world.rank == 0)
 
 
 ADAM = {"optim__adam_epsilon": 1e-3, "optim__learning_rate": 3e-3}
@@ -214,6 +217,7 @@ def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
         ({"rl__max_completion_length": 60}, "exceed the model's max_position_embeddings, 64"),
         ({"data__max_tokens_per_microbatch": 12}, "exceed data.max_tokens_per_microbatch, 12"),
         ({"rl__reward_funcs": "nothing", "rl__reward_weights": "[1]"}, "one of exact_match"),
+        ({"rl__reward_funcs": "statistics:fmean", "rl__reward_weights": "[1]"}, "'data': .*wanted, answer"),
     ],
 )
 def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, changes, words):
