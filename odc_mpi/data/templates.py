@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from odc_mpi.data.examples import Conversation
@@ -189,6 +190,24 @@ class ChatRenderer:
         raise InvalidRecordError(
             f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(first_error)})"
         ) from first_error
+
+
+def fix_time(tokenizer: Any, time: str) -> None:
+    """Let a tokenizer's chat templates render the date of `time`, in ISO format, instead of the current date.
+
+    A macro replaces the function `strftime_now`, because transformers' renderer accepts no functions as arguments.
+    """
+
+    def fix(template: str) -> str:
+        codes = dict.fromkeys(re.findall(r"%[-_^#]?\w", template) if "strftime_now" in template else ())
+        replaced = "".join(f" | replace({code!r}, {datetime.fromisoformat(time).strftime(code)!r})" for code in codes)
+        # Jinja removes the line break, which keeps the whitespace at the start of the template.
+        return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+    if isinstance(named := tokenizer.chat_template, dict):
+        tokenizer.chat_template = {name: fix(template) for name, template in named.items()}
+    elif named:
+        tokenizer.chat_template = fix(named)
 
 
 def _apply(
