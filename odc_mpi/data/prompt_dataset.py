@@ -18,7 +18,7 @@ from odc_mpi.errors import UserError
 
 _NO_COLUMNS = ("prompt", "messages", "system", "tools")  # fields that make up the prompt
 #: Names of the arguments that reward functions receive besides the columns.
-_RESERVED = ("prompts", "completions", "completion_ids")
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -114,9 +114,9 @@ class PromptDataset:
 
 def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
     columns = {name: value for name, value in record.items() if name not in _NO_COLUMNS}
-    if reserved := next((name for name in _RESERVED if name in columns), None):
+    if reserved := next((name for name in REWARD_ARGUMENTS if name in columns), None):
         raise InvalidRecordError(
-            f"{location}: expected columns without the names {', '.join(_RESERVED)}, got {reserved!r}: rename it"
+            f"{location}: expected columns without the names {', '.join(REWARD_ARGUMENTS)}, got {reserved!r}: rename it"
         )
     return columns
 

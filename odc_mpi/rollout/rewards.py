@@ -14,13 +14,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc_mpi.data.prompt_dataset import REWARD_ARGUMENTS
 from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.hub import parse_name
 from odc_mpi.rollout import builtin_rewards
@@ -36,7 +38,6 @@ from odc_mpi.rollout import builtin_rewards
 RewardCallable = Callable[..., Sequence[float | None]]
 #: Number added to the standard deviation of a group before advantages are divided by it, as in TRL.
 EPSILON = 1e-4
-_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,17 @@ class GroupRewards:
 
 
 def load_reward_functions(
-    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu"
+    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu", time: str | None = None
 ) -> list[RewardFunction]:
     """Import reward functions, which runs their modules' code. If `weights` is None, all weights are 1.
 
     Each entry of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the
-    directory of a reward model, which is loaded onto `device`. Raises `UserError` if a function does not exist, two
-    functions have the same name, a module raises an exception, or a model cannot be loaded.
+    directory of a reward model, which is loaded onto `device` (for `time`, see `RewardModel`). Raises `UserError` if
+    a function is missing, two functions have the same name, a module raises an exception, or a model cannot be loaded.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
-        RewardFunction(_name(spec), spec, _load_function(spec, device), weight)
+        RewardFunction(_name(spec), spec, _load_function(spec, device, time), weight)
         for spec, weight in zip(specs, weights, strict=True)
     ]
     names = [reward.name for reward in functions]
@@ -104,18 +105,18 @@ def load_reward_functions(
     return functions
 
 
-def check_arguments(functions: Sequence[RewardFunction], columns: Iterable[str], setting: str) -> None:
-    """Raise `UserError` if a function requires an argument that it will not receive. `setting` has the `columns`."""
-    known = dict.fromkeys((*_ARGUMENTS, *columns), ())
-    for reward in functions:
+def check_arguments(functions: Sequence[RewardFunction], datasets: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a function requires an argument that the `datasets`, keyed by setting, do not provide."""
+    for reward, (setting, prompts) in itertools.product(functions, datasets.items()):
+        arguments = _accepted_kwargs(reward.function, dict.fromkeys((*REWARD_ARGUMENTS, *prompts.columns), ()))
         try:
-            inspect.signature(reward.function).bind(**_accepted_kwargs(reward.function, known))
+            inspect.signature(reward.function).bind(**arguments)
         except ValueError:  # some functions in C have no signature
             continue
         except TypeError as error:
             raise UserError(
-                f"rl.reward_funcs: {reward.spec}: {error}: functions receive {', '.join(_ARGUMENTS)} and "
-                f"the columns of {setting} ({', '.join(columns) or 'none'}): give it a default, or add a column"
+                f"rl.reward_funcs: {reward.spec}: {error}: functions receive {', '.join(REWARD_ARGUMENTS)} and the "
+                f"columns of {setting} ({', '.join(prompts.columns) or 'none'}): give it a default, or add a column"
             ) from error
 
 
@@ -143,7 +144,7 @@ def compute_rewards(
     """
     count = len(reward_kwargs["completions"])
     per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)
-    calls = [_start(reward.function, reward_kwargs, timeout_s) for reward in functions]
+    calls = [_start(reward.function, reward_kwargs) for reward in functions]
     for row, (reward, call) in enumerate(zip(functions, calls, strict=True)):
         try:
             per_function[row] = _call(call, count, timeout_s)
@@ -186,27 +187,25 @@ def _call(call: Callable[[], Any], count: int, timeout_s: float) -> npt.NDArray[
     return values
 
 
-def _start(function: Any, reward_kwargs: Mapping[str, Sequence[Any]], timeout_s: float) -> Callable[[], Any]:
+def _start(function: Any, reward_kwargs: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
     """Start a reward function if it is asynchronous. Return a function that returns the rewards, or runs the others."""
     call = functools.partial(function, **_accepted_kwargs(function, reward_kwargs))
-    if not any(map(inspect.iscoroutinefunction, (function, function.__call__))):
-        return call
-
-    async def run() -> Any:
-        try:
-            return await call()
-        except SystemExit as error:  # would end the event loop
-            raise _FailedError(f"it raised SystemExit: {one_line_message(error)}") from error
-
-    # `_time_limit` expires before this limit, after which the function is canceled.
-    return asyncio.run_coroutine_threadsafe(asyncio.wait_for(run(), timeout_s + 1), _event_loop()).result
+    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+        return asyncio.run_coroutine_threadsafe(call(), _event_loop()).result
+    return call
 
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return an event loop that runs in a thread. There is one for all calls, because HTTP clients depend on theirs."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit):  # raised by a reward function
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
     return loop
 
 
@@ -274,7 +273,7 @@ def _name(spec: str) -> str:
     return Path(of_hub[0] if of_hub else spec.rpartition(":")[2]).name
 
 
-def _load_function(spec: str, device: torch.device | str) -> RewardCallable:
+def _load_function(spec: str, device: torch.device | str, time: str | None) -> RewardCallable:
     module_name, colon, name = spec.rpartition(":")
     if not colon:
         if spec in builtin_rewards.REWARDS:
@@ -283,7 +282,7 @@ def _load_function(spec: str, device: torch.device | str) -> RewardCallable:
             # Imported late: transformers takes seconds.
             from odc_mpi.rollout.reward_model import RewardModel
 
-            return RewardModel(Path(spec), device)
+            return RewardModel(Path(spec), device, time)
         known = ", ".join(builtin_rewards.REWARDS)
         raise UserError(
             "rl.reward_funcs: expected package.module:name, file.py:name, the directory of a reward model, or one of "

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,10 +225,10 @@ def judged_in_training(completions, answer, *rest, trainer_state, **columns):
 )
 def test_arguments_that_do_not_exist_are_reported(function, columns, words):
     if words is None:
-        check_arguments(as_rewards(function), columns, "data.path")
+        check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
     else:
         with pytest.raises(UserError, match=f"rl.reward_funcs: mine.py:{function.__name__}: {words}"):
-            check_arguments(as_rewards(function), columns, "data.path")
+            check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -74,10 +74,6 @@ class PromptCodec:
         """Return a prompt with its index, its tokens, and the tokens that stop its completions."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
-    def prompt_end(self, record: PromptRecord) -> str:
-        """Return the last characters of a prompt, with special tokens."""
-        return self._tokenizer.decode(record.tokens, clean_up_tokenization_spaces=False)[-40:]
-
     def decode(self, tokens: list[int]) -> str:
         """Return the text of a completion without special tokens, such as the stop token."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
