@@ -33,8 +33,8 @@ from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
-from odc_mpi.training.run import resolve_steps
 from odc_mpi.training.run_info import samples_per_step, unit_of_samples
+from odc_mpi.training.rundir.resume import resolve_steps
 from odc_mpi.training.settings import Config
 
 #: Number of minibatches whose plans are searched for the largest microbatch.

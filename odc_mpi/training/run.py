@@ -80,6 +80,7 @@ from odc_mpi.training.rundir.resume import (
     find_resume_point,
     open_run,
     report_already_complete,
+    resolve_steps,
 )
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
@@ -174,19 +175,6 @@ def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
     # At the end, the other ranks wait for rank 0.
     finish_s = min(FINISH_S, world.timeout_s / 2)
     return TrackerCallback(names, Path(config.run.dir), flatten_config(asdict(config)), finish_s)
-
-
-def resolve_steps(config: Config, inputs: Inputs, resume_point: ResumePoint | None = None) -> Config:
-    """Return the configuration. If `run.steps` is 0, set it to the steps in `run.num_train_epochs` (default 1).
-
-    With `resume_point`, moves the loader to its position, because the size of minibatches may have changed there.
-    """
-    if resume_point:
-        inputs.loader.load_state_dict(resume_point.metadata["loader"])
-    if config.run.steps:
-        return config
-    steps = inputs.loader.num_steps_to(config.run.num_train_epochs or 1.0) + (resume_point.step if resume_point else 0)
-    return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
 def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:

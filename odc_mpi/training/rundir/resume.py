@@ -1,7 +1,7 @@
 """Start of a run from scratch or from a checkpoint, which may have been saved by a different number of ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,19 @@ def check_resume_point(resume_point: ResumePoint, config: Config, world: World, 
     if base is not None:
         world.run_on_all(lambda: check_base(base, resume_point.metadata["base"], world.rank, world.size))
     world.run_on_all(lambda: restore_buffers(inputs.model.module, resume_point.checkpoint))
+
+
+def resolve_steps(config: Config, inputs: Inputs, resume_point: ResumePoint | None = None) -> Config:
+    """Return the configuration. If `run.steps` is 0, set it to the steps in `run.num_train_epochs` (default 1).
+
+    With `resume_point`, moves the loader to its position, because the size of minibatches may have changed there.
+    """
+    if resume_point:
+        inputs.loader.load_state_dict(resume_point.metadata["loader"])
+    if config.run.steps:
+        return config
+    steps = inputs.loader.num_steps_to(config.run.num_train_epochs or 1.0) + (resume_point.step if resume_point else 0)
+    return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
