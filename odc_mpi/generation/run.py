@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from transformers import TextStreamer
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.chat.templates import fix_time
 from odc_mpi.data.encode import encode_prompts, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.prompt_dataset import read_prompts
@@ -97,6 +99,7 @@ def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationM
     arguments = replace(arguments, **paths)
     source = world.run_on_all(lambda: load_generation_model(arguments, world.rank, world.size))
     world.require_same(Path(source.name).name, "SOURCE")
+    fix_time(source.tokenizer, world.gather_objects(datetime.now().isoformat())[0])
     return source
 
 

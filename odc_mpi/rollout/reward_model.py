@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from odc_mpi.data.chat.templates import ChatRenderer
+from odc_mpi.data.chat.templates import ChatRenderer, fix_time
 from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -26,10 +26,10 @@ class RewardModel:
     """Reward function that scores completions on `device` with the reward model and tokenizer in the directory `path`.
 
     Raises `UserError` if the model or tokenizer cannot be loaded, weights are missing from the safetensors files, the
-    model does not have exactly one output, or the padding token is unknown.
+    model does not have exactly one output, or the padding token is unknown. For `time`, see `fix_time`.
     """
 
-    def __init__(self, path: Path, device: torch.device | str) -> None:
+    def __init__(self, path: Path, device: torch.device | str, time: str | None = None) -> None:
         if not is_model_directory(path):
             raise UserError(
                 f"{_SETTING}: expected a reward model with config.json, got {path} without it: export the run with "
@@ -37,6 +37,8 @@ class RewardModel:
             )
         self._location = str(path)
         self._tokenizer = load_tokenizer(path, _SETTING)
+        if time:
+            fix_time(self._tokenizer, time)
         try:
             model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path,

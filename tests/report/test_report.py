@@ -281,6 +281,21 @@ def test_a_run_with_rewards(run):
     extract_plots(page)
 
 
+def test_completions_of_all_characters(run):
+    """Line separators within a text are not ends of lines; what a page cannot contain is escaped."""
+    line = json.dumps(step(1, reward=1.0)) + "\n"
+    (run / "metrics.jsonl").write_text(line)
+    text = "a\u2028b\x85c\x1cd\x00e\x0cf\ud800g\U0001f600\r\n\t<b>"
+    logged = {"step": 1, "prompt": "p", "reward": 1.0, "rewards": {}}
+    raw = (json.dumps(logged | {"completion": text.replace("\ud800", "")}, ensure_ascii=False) + "\n").encode()
+    escaped = (json.dumps(logged | {"completion": text}) + "\n").encode()
+    (run / "completions.jsonl").write_bytes(raw + escaped + raw.replace(b"c", b"\xff"))
+    page = written(run)
+    shown = "a\u2028b\\x85c\\x1cd\\x00e\\x0cf\\ud800g\U0001f600\\x0d\n\t&lt;b&gt;"
+    assert shown in page and shown.replace("\\ud800", "") in page
+    extract_plots(page)
+
+
 @pytest.mark.parametrize(
     ("objective", "title", "names"),
     [

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any, Literal
 
 from odc_mpi.data.chat.checks import (
@@ -253,6 +254,24 @@ def _with_known_reasoning(messages: list[dict[str, Any]], names: Container[str])
     if name == stored:
         return messages
     return [{name if key == stored else key: value for key, value in each.items()} for each in messages]
+
+
+def fix_time(tokenizer: Any, time: str) -> None:
+    """Let a tokenizer's chat templates render the date of `time`, in ISO format, instead of the current date.
+
+    A macro replaces the function `strftime_now`, because transformers' renderer accepts no functions as arguments.
+    """
+
+    def fix(template: str) -> str:
+        codes = dict.fromkeys(re.findall(r"%[-_^#]?\w", template) if "strftime_now" in template else ())
+        replaced = "".join(f" | replace({code!r}, {datetime.fromisoformat(time).strftime(code)!r})" for code in codes)
+        # Jinja removes the line break, which keeps the whitespace at the start of the template.
+        return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+    if isinstance(named := tokenizer.chat_template, dict):
+        tokenizer.chat_template = {name: fix(template) for name, template in named.items()}
+    elif named:
+        tokenizer.chat_template = fix(named)
 
 
 def _apply(
