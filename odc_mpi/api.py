@@ -120,9 +120,10 @@ def shard_model(
         inbox_bytes = decision.settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are in GPU memory, not in host memory.
         caches: CacheSizes = sizes if computing is None else ("auto", "auto")
-        fits = _fits_node_cache(sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
+        fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
         wants_cache = decision.settings.node_cache == "auto" and (fits or sharing.local_size == 1)
-        shares = all(world.gather_objects(wants_cache))
+        # Not over `world`: if islands are not aligned with nodes, some islands span several nodes and others do not.
+        shares = all(sharing.gather_objects(wants_cache))
     transport = _transport(world, computing, store_dtype, reduce_dtype, decision, shares, islands)
     model = ShardedModel(
         module,
@@ -216,22 +217,26 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
 
 def _fits_node_cache(
     world: World,
+    sharing: World,
     module: nn.Module,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype,
     inbox_bytes: int,
     caches: CacheSizes,
 ) -> bool:
-    """Return True if this node has memory for a full copy of the model in addition to its shards.
+    """Return True if this node has memory for full copies of the model in addition to its shards.
 
-    `param_dtype` is the dtype of all parameters; None if each keeps its own. `inbox_bytes` is the size of a rank's
-    mailbox. `caches` are the sizes of a rank's caches for parameters and gradients, in bytes or "auto".
+    `sharing` contains the ranks of `world` that shard the model: all, or those of an island. `param_dtype` is the dtype
+    of all parameters; None if each keeps its own. `inbox_bytes` is the size of a rank's mailbox. `caches` are the sizes
+    of a rank's caches for parameters and gradients, in bytes or "auto".
     """
     num_bytes = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in module.parameters())
+    # Ranks of other islands on this node take as much memory per rank as those of this island.
+    num_bytes = num_bytes * world.local_size // sharing.local_size
     # Not allocated yet: the windows of this node, its optimizer states, and fp32 copies of narrow parameters.
     window_bytes, all_bytes = (
         world.local_size
-        * (inbox_bytes + device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizer))
+        * (inbox_bytes + device_shard_bytes(module, sharing.size, param_dtype, reduce_dtype, with_optimizer=optimizer))
         for optimizer in (False, True)
     )
     shm_bytes = free_shm_bytes()

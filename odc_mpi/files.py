@@ -65,7 +65,7 @@ def write_text_durable(path: Path, text: str, *, private: bool = False) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     new = Path(temporary)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         if not private:
             set_default_mode(new)
@@ -76,6 +76,17 @@ def write_text_durable(path: Path, text: str, *, private: bool = False) -> None:
             new.unlink()
         raise
     sync(path.parent)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return a file's lines, [] if it is missing. Only line feeds end a line: JSON may contain U+2028 and the like.
+
+    Bytes that are not UTF-8 become lone surrogates, for which `write_text_durable` writes the original bytes.
+    """
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        return list(file)
 
 
 @contextmanager

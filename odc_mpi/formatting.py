@@ -6,6 +6,8 @@ from collections.abc import Iterable
 #: Size suffixes and the numbers of bytes that they represent, in ascending order.
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
 
 def format_size(num_bytes: int) -> str:
     """Format a number of bytes with the largest suffix (K, M or G) that leaves an integer: 65536 becomes 64K."""
@@ -37,8 +39,8 @@ def format_duration(seconds: float) -> str:
 
 
 def printable_text(text: str) -> str:
-    """Escape lone surrogates, which occur in undecodable file names, so that the string can be encoded as UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
+    """Escape lone surrogates, which cannot be encoded as UTF-8, and control characters except tab and line feed."""
+    return text.translate(_CONTROL).encode(errors="backslashreplace").decode()
 
 
 def truncate_text(text: str, max_chars: int) -> str:

@@ -94,7 +94,14 @@ def resolve_model_path(
         report: Function that is called with lines of text about the progress of the download.
     """
     local_path = _find(path, weights)
-    if None not in gather(local_path):
+    paths = gather(local_path)
+    if path in paths and len(set(paths)) > 1:
+        ranks = ", ".join(str(rank) for rank, found in enumerate(paths) if found != path)
+        raise AllRanksUserError(
+            f"{setting}: expected a directory that all ranks see, got {path!r}, which is missing on rank {ranks}: set "
+            f"{setting} to an absolute path on a file system that all nodes share"
+        )
+    if None not in paths:
         assert local_path is not None
         return local_path
     # Imported late: only needed for names.

@@ -4,6 +4,7 @@ Run the script as one process, or on several ranks with `mpiexec -n N python SCR
 with the same arguments. Errors that the user can correct are raised as `UserError` on every rank.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -28,11 +29,11 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of `train`, which is the same on all ranks except for the times in `summary`.
+    """Result of `train`, which is the same on all ranks.
 
     Attributes:
         run_dir: Directory of the run, which can be passed to `odc-mpi export`, or to another run as its `model`.
-        losses: Training loss of each step.
+        losses: Training loss of each step that this run, or an earlier start of it, has taken.
         summary: Content of summary.json, or only the entry `steps` if the run was already complete.
     """
 
@@ -78,9 +79,10 @@ def train(
         ranks.run_on_all(lambda: log.open(config.run.log_dir, ranks))
         summary = run.train(config, ranks)
         run_dir = Path(config.run.dir)
-        lines = read_metrics(run_dir, summary["steps"]) if ranks.rank == 0 else []
+        # A run that began with the checkpoint of another has no lines of the first steps.
+        lines = read_metrics(run_dir, sys.maxsize) if ranks.rank == 0 else []
         losses = ranks.gather_objects([line["loss"] for line in lines if "loss" in line])[0]
-        return TrainResult(run_dir, losses, summary)
+        return TrainResult(run_dir, losses[: summary["steps"]], summary)
 
 
 def prepare(
@@ -108,12 +110,12 @@ def prepare(
         raise UserError(f"odc_mpi.prepare: expected fields of PrepareOptions, got {', '.join(sorted(unknown))}")
     specs = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     paths = ("tokenizer", "chat_template")
-    files = {name: Path(options[name]) for name in paths if options.get(name) is not None}
+    files = {name: Path(options[name]).expanduser() for name in paths if options.get(name) is not None}
 
     def write() -> PrepareReport:
         if "tokenizer" in files:
             files["tokenizer"] = Path(resolve_model_path(str(files["tokenizer"]), "tokenizer", weights=False))
-        return write_dataset(specs, Path(out), PrepareOptions(**{"num_proc": 1, **options, **files}))
+        return write_dataset(specs, Path(out).expanduser(), PrepareOptions(**{"num_proc": 1, **options, **files}))
 
     if world is None and not is_launched():
         return write()

@@ -1,6 +1,6 @@
 import pytest
 
-from odc_mpi.formatting import did_you_mean, format_seconds, format_size
+from odc_mpi.formatting import did_you_mean, format_seconds, format_size, printable_text
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,7 @@ def test_the_most_similar_name():
     assert did_you_mean("lineer", {"linear": 1, "quadratic": 2}) == " (did you mean linear?)"
     assert did_you_mean("lineer", ["linear"], ": {}") == ": did you mean linear?"
     assert did_you_mean("zzz", ["linear"]) == ""
+
+
+def test_escaped_characters_can_be_printed():
+    assert printable_text("a\x1b[1m\ud800\x85\r\n\tü\u2028") == "a\\x1b[1m\\ud800\\x85\\x0d\n\tü\u2028"

@@ -68,7 +68,7 @@ KEPT_IN = {
     "huggingface_hub": {"hub", "models.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
-    "transformers": {"models", "data.tokenizer", "data.templates", "rollout", "generation"},
+    "transformers": {"models", "data.tokenizer", "data.chat", "rollout", "generation"},
     "peft": {"models.adapters"},
     "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "models.export"},
     "rich": {

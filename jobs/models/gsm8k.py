@@ -31,7 +31,7 @@ def correct_number(completions: list[Any], answer: list[str], **columns: list[An
 def main(source: Path, out: Path) -> None:
     """Convert a file of the data set."""
     with out.open("w") as file:
-        for line in source.read_text().splitlines():
+        for line in source.read_text().removesuffix("\n").split("\n"):  # text may contain other separators
             record = json.loads(line)
             messages = [{"role": "user", "content": f"{record['question']}\n\n{_INSTRUCTION}"}]
             file.write(json.dumps({"messages": messages, "answer": find_number(record["answer"])}) + "\n")

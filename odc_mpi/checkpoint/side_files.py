@@ -16,6 +16,12 @@ from odc_mpi.files import parse_json
 from odc_mpi.hub import cached_model_path
 
 GENERATION_CONFIG = "generation_config.json"
+#: Settings that are not exported: with them, `generate` fails, returns several sequences, or cannot stream.
+_NOT_EXPORTED = {
+    *("num_return_sequences", "return_dict_in_generate", "stop_strings", "token_healing", "use_mtp", "is_assistant"),
+    *("num_beams", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "early_stopping"),
+    *("penalty_alpha", "dola_layers", "cache_implementation", "cache_config", "compile_config"),
+}
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -53,7 +59,8 @@ class SideFiles:
         content = read_generation_config(self._base)
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
         special = self._special_tokens(defaults, config)
-        return {key: value for key, value in {**defaults, **special}.items() if value is not None}
+        settings = {**defaults, **special}.items()
+        return {key: value for key, value in settings if value is not None and key not in _NOT_EXPORTED}
 
     def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the IDs of special tokens, keyed by setting, or {} if no tokenizer can be loaded.

@@ -8,12 +8,11 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from odc_mpi.bench.measure import DEFAULT_SIZES, make_progress_printer, parse_sizes, print_result
 from odc_mpi.cli import mpiexec
-from odc_mpi.cli.options import add_scenario, build_scenario, positive_int, step_seconds
+from odc_mpi.cli.options import add_scenario, as_path, build_scenario, positive_int, step_seconds
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, print_error, run_on_all_ranks
 from odc_mpi.runtime.start.launch import is_launched
@@ -116,7 +115,7 @@ def _prepare_schedule(arguments: argparse.Namespace) -> Measure:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: a small model")
+    parser.add_argument("--config", type=as_path, metavar="FILE", help="as for odc-mpi train; default: a small model")
     parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches per round; default: 4")
     parser.add_argument("--exact", action="store_true", help="measure the cost of run.exact, too")
     _add_rounds(parser, 7)

@@ -1,9 +1,8 @@
 """`odc-mpi config`: print all settings of a configuration with their values and sources. Does not use MPI."""
 
 import argparse
-from pathlib import Path
 
-from odc_mpi.cli.options import require_config
+from odc_mpi.cli.options import as_path, require_config
 
 HELP = "print all settings of a configuration, and where each comes from"
 
@@ -12,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi config`."""
     parser.usage = "odc-mpi config CONFIG [--SECTION.KEY VALUE ...]"
     parser.description = "Print each setting, its value, and its source: default, auto, CONFIG or the command line."
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    parser.add_argument("config", type=as_path, metavar="CONFIG", help="YAML file")
 
 
 def run(arguments: argparse.Namespace) -> int:

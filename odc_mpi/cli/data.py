@@ -1,8 +1,8 @@
 """`odc-mpi data`: verify data sets in a single process."""
 
 import argparse
-from pathlib import Path
 
+from odc_mpi.cli.options import as_path
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.ranks import print_error
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the `verify` action and its arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help=_VERIFY_HELP, description=_VERIFY_HELP, allow_abbrev=False)
-    verify.add_argument("paths", metavar="FILE", nargs="+", type=Path, help="data set of odc-mpi prepare")
+    verify.add_argument("paths", metavar="FILE", nargs="+", type=as_path, help="data set of odc-mpi prepare")
 
 
 def run(arguments: argparse.Namespace) -> int:

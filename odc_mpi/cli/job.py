@@ -2,9 +2,8 @@
 
 import argparse
 import re
-from pathlib import Path
 
-from odc_mpi.cli.options import positive_int, require_config
+from odc_mpi.cli.options import as_path, positive_int, require_config
 from odc_mpi.errors import UserError
 from odc_mpi.slurm.job import SIGNAL_S, SlurmJob, submit
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi job`."""
     parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
     parser.description = "Print a Slurm batch script that trains with CONFIG. With --submit, submit it, too."
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; its path must be valid on every node")
+    parser.add_argument("config", type=as_path, metavar="CONFIG", help="YAML file, at the same path on every node")
     for option, default, text in JOB:
         parser.add_argument(option, type=positive_int, default=default, metavar="N", help=f"{text}; default: {default}")
     limit = SlurmJob.time
@@ -38,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in CHOICES:
         parser.add_argument(f"--{name}", metavar="VALUE", help="option of sbatch; default: not set")
     parser.add_argument("--name", default=SlurmJob.name, help=f"name of the job; default: {SlurmJob.name}")
-    parser.add_argument("--stage", metavar="DIR", help="directory on each node; copy the data set there first")
+    parser.add_argument(
+        "--stage", type=as_path, metavar="DIR", help="directory on each node; copy the data set there first"
+    )
     parser.add_argument("--mpi", metavar="TYPE", help="option of srun; default: that of the installed MPI library")
     parser.add_argument("--submit", action="store_true", help="submit the script with sbatch")
 
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         choices={name: _check_word(name, value) for name, value in choices.items() if value is not None},
         # Symbolic links are not resolved: they may have other targets on the nodes.
         arguments=("--config", str(arguments.config.absolute()), *arguments.overrides),
-        stage=arguments.stage,
+        stage=arguments.stage and str(arguments.stage),
         data=config.data.path if arguments.stage else None,
     ).script()
     print(script, end="", flush=True)

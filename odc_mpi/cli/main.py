@@ -4,19 +4,23 @@
 2   invalid arguments, input or files, reported in one line; also if standard output could not be written completely
 75  stopped on request after saving; to resume, run the same command again (0 if ODC_MPI_STOPPED_FILE is set)
 130 interrupted
+143 ended by SIGTERM, after temporary files have been removed
 141 output pipe closed by its reader, as by `head` in `odc-mpi checkpoint show RUN | head` (128 + SIGPIPE, as in shells)
 1   any other failure; commands that run mpiexec or sbatch return the exit code of that program
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import NoReturn
 
 from odc_mpi import __version__
 from odc_mpi.cli import bench, config, data, doctor, job, prepare, report, simulate, train, watch
 from odc_mpi.cli.model import chat, checkpoint, export, generate
+from odc_mpi.cli.mpiexec import signals_handled
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.runtime.ranks import exit_as_interrupted, print_error
@@ -43,6 +47,8 @@ COMMANDS = {
 }
 #: Commands that accept settings (`--SECTION.KEY VALUE`), which the parser does not know.
 _WITH_SETTINGS = ("train", "job", "config")
+#: Commands that handle SIGTERM themselves, or that may wait in MPI, where Python does not run handlers of signals.
+_WITH_RANKS = ("train", "doctor", "generate", "chat", "bench")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,7 +106,8 @@ def _run(argv: Sequence[str]) -> int:
         if arguments.command is None:
             parser().print_help()
             return 0
-        code = COMMANDS[arguments.command].run(arguments)
+        with nullcontext() if arguments.command in _WITH_RANKS else signals_handled(_terminate, signal.SIGTERM):
+            code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()  # a closed pipe raises here; at the exit, Python would print a traceback
         return code
     except UserError as error:
@@ -122,3 +129,8 @@ def _run(argv: Sequence[str]) -> int:
         if is_launched():
             exit_as_interrupted()  # some launchers treat a rank that returns before MPI starts as successful
         return 130
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    os.write(2, b"odc-mpi: ended by SIGTERM\n")  # not with print, which the signal may have interrupted
+    sys.exit(128 + number)

@@ -19,11 +19,16 @@ MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
 
 
+def as_path(text: str) -> Path:
+    """Convert `text` to a path, in which a leading ``~`` is the home directory."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser fails for users that do not exist
+
+
 def output(text: str) -> Path:
     """Convert `text`, which must not be empty, to the path of an output file or directory."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty string")
-    return Path(text)
+    return as_path(text)
 
 
 def require_config(arguments: argparse.Namespace) -> None:
@@ -74,7 +79,9 @@ def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     lengths = defaults.get("lengths", ScenarioOptions.lengths)
     help_text = f"longalign, swesmith, aime, equal or the path of a data set; default: {lengths}"
-    parser.add_argument("--lengths", default=lengths, metavar="NAME", help=help_text)
+    parser.add_argument(
+        "--lengths", type=lambda text: str(as_path(text)), default=lengths, metavar="NAME", help=help_text
+    )
     for field, (number, option) in OPTIONS.items():
         default = defaults.get(field, getattr(ScenarioOptions, field))
         is_size = field.endswith("_bytes")

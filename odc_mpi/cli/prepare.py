@@ -2,14 +2,12 @@
 
 import argparse
 import dataclasses
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from odc_mpi.cli.mpiexec import signals_handled
-from odc_mpi.cli.options import output, positive_int
+from odc_mpi.cli.options import as_path, output, positive_int
 
 HELP = "tokenize JSONL, JSON, CSV or Parquet into an HDF5 data set"
 _EPILOG = """\
@@ -21,8 +19,9 @@ Each line or row is an example in one of these formats; the first format whose f
   conversations                   list of from and value; loss on assistant messages
   instruction, output (, input)   loss on output
   text                            loss on everything
-Conversations may also have the fields tools (a list) and system. Lists may be JSON text, as in CSV. Messages with
-"weight": 0 or "train": false have no loss. --columns prompt=question,completion=answer reads fields with other names.
+Conversations and prompts with completions may also have the fields tools (a list), system and history. Lists may be
+JSON text, as in CSV. Messages with "weight": 0 or "train": false have no loss. The report counts lines with fields that
+are not used. --columns prompt=question,completion=answer reads fields with other names.
 
 Weights, such as a.jsonl:0.7 b.parquet:0.3, are the shares of the sources in the data set. Examples are sampled with
 --seed; --stopping-strategy decides whether one may be used twice. Without weights, all examples are used.
@@ -55,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(option, choices=get_args(kind), default=item.default, help=help_text)
         else:
             convert, default = (get_args(kind) or [kind])[0], item.default
+            convert = as_path if convert is Path else convert
             if item.name == "columns":
                 convert, default = _columns, {}
             parser.add_argument(option, type=convert, default=default, metavar=metavar[0], help=help_text)
@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         name = resolve_model_path(str(arguments.tokenizer), "--tokenizer", weights=False, report=report_line)
         arguments.tokenizer = Path(name)
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
-    # SIGTERM raises SystemExit, so that temporary files are removed.
-    with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):
-        report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
+    report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
     print(report.describe(), flush=True)
     if arguments.show:
         show_sequences(report.path, range(arguments.show), Console())

@@ -1,7 +1,8 @@
 """`odc-mpi report`: write an HTML report. Does not use MPI."""
 
 import argparse
-from pathlib import Path
+
+from odc_mpi.cli.options import as_path
 
 HELP = "render a run or a benchmark as one HTML page"
 
@@ -9,8 +10,10 @@ HELP = "render a run or a benchmark as one HTML page"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi report`."""
     parser.description = "Write a self-contained HTML page with figures. Does not need MPI."
-    parser.add_argument("source", type=Path, metavar="RUN_OR_BENCH", help="run directory or JSON of bench or simulate")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html, or next to the JSON file")
+    parser.add_argument(
+        "source", type=as_path, metavar="RUN_OR_BENCH", help="run directory, or JSON of bench or simulate"
+    )
+    parser.add_argument("--out", type=as_path, metavar="FILE", help="default: RUN/report.html, or beside the JSON")
     parser.add_argument("--picture", metavar="NAME", help="write only this figure as SVG, such as gantt")
 
 

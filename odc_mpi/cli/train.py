@@ -2,10 +2,9 @@
 
 import argparse
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from odc_mpi.cli.options import positive_int
+from odc_mpi.cli.options import as_path, positive_int
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi train` other than the settings."""
     parser.usage = "odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings on the command line override those in the file."
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
+    parser.add_argument("--config", type=as_path, metavar="FILE", help="YAML file with the settings")
     parser.add_argument("--dry-run", action="store_true", help="print memory, steps and first batch; write no file")
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="number of ranks of a dry run on one process")
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help="show all settings and exit")

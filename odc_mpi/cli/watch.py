@@ -2,7 +2,8 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
+
+from odc_mpi.cli.options import as_path
 
 HELP = "follow a run: loss or rewards, idle time, time left"
 
@@ -13,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show loss or rewards, idle time and time left of a run, from the files in its directory, until it ends: on a "
         "terminal as a block that is redrawn, elsewhere as a line per step. Does not need MPI."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", type=as_path, metavar="RUN", help="run directory")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for its start (600)")
 
 

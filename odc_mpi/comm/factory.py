@@ -55,7 +55,7 @@ def window_transport(
         zero_copy: If True, ranks on the same node load each other's parameter shards directly. Ignored with a device.
         node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
             `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island spans several nodes, with
-            several of its ranks on this node.
+            several of its ranks on this node. It may differ between islands.
         reduction: "accumulate" or "mailbox", as in the setting `comm.reduction`. Must be "mailbox" if `mapped` is True.
         mailbox_bytes: Maximum memory in bytes per rank for received gradients. Used only by "mailbox".
         progress: If True, a background thread drives MPI progress (`comm.progress`).

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.boundaries import tokenize_pairs, tokenize_texts
+from odc_mpi.data.chat.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
-from odc_mpi.data.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.errors import UserError
 
 
@@ -26,7 +26,8 @@ class Encoded:
         is_plain_text: True if the sequence is text without a prompt, which may be split into several sequences.
         starts_with_bos: True if the tokenizer begins plain text with the bos token.
         has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
-        omitted: See `templates.Rendered`.
+        is_chat: True if a chat template rendered the text.
+        omitted, ignored, unended: See `chat.checks.Rendered`.
         pair: Token counts for a pair of answers (see `pairs.encode`); None for other sequences.
     """
 
@@ -35,7 +36,10 @@ class Encoded:
     is_plain_text: bool = False
     starts_with_bos: bool = False
     has_own_special: bool = False
+    is_chat: bool = False
     omitted: str = ""
+    ignored: tuple[str, ...] = ()
+    unended: str = ""
     pair: PairCounts | None = None
 
     @property
@@ -109,14 +113,10 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
     """Return the ID of the special token that ends an assistant turn, or None if no chat template defines one."""
-    chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    chats = ChatRenderer(tokenizer)
-    try:
-        turn = chats.render_prompt(chat, for_generation=False)
-    except UserError:  # raised again when messages are rendered
+    if not tokenizer.chat_template:
         return None
-    ids = tokenizer(turn[: chats.end_of_turn(turn)], add_special_tokens=False)["input_ids"]
-    return ids[-1] if ids and ids[-1] in tokenizer.get_added_vocab().values() else None
+    token = ChatRenderer(tokenizer).turn_end.token
+    return tokenizer.get_added_vocab()[token] if token else None
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
@@ -141,7 +141,14 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
     tokenized = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
     return [
         [
-            Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, each.spans), omitted=each.omitted)
+            Encoded(
+                np.array(ids, dtype=np.uint32),
+                _mask(offsets, each.spans),
+                is_chat=True,
+                omitted=each.omitted,
+                ignored=each.ignored,
+                unended=each.unended,
+            )
             for each, (ids, offsets) in zip(examples, tokenized, strict=False)
         ]
         for examples in rendered

@@ -5,6 +5,7 @@ tokenizers in an invalid state.
 """
 
 import hashlib
+import itertools
 import os
 import signal
 import threading
@@ -21,14 +22,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from odc_mpi.data.chat.templates import SplitTurns
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import Example, PreferencePair
 from odc_mpi.data.pairs.encode import encode_pairs
-from odc_mpi.data.records.block import Block
+from odc_mpi.data.records.block import Block, to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
-from odc_mpi.data.records.schema import Columns
-from odc_mpi.data.templates import SplitTurns
+from odc_mpi.data.records.schema import Columns, ignored_fields
 from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
 
@@ -61,12 +62,16 @@ class FilterCounts:
     Attributes:
         num_bad_lines, bad_lines: Number of invalid records, and the error messages for the first three.
         num_truncated: Number of sequences that were truncated to the maximum length and not dropped afterward.
-        num_untrained_dropped: Number of sequences that were dropped because they have no loss tokens within the maximum
-            length, or because they are pairs whose answers do not differ there.
+        num_dropped: Number of sequences that were dropped because they are longer than the maximum length, where they
+            have no loss tokens within it, or by request.
+        num_untrained_dropped: Number of sequences and examples that were dropped because they have no loss tokens.
         num_split, num_split_turns: Number of plain texts that were split, and of conversations with several sequences.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing from the first of these conversations.
+        ignored: Number of records with each part that is not used, keyed by its description, such as a field's name.
+        num_chats, num_unended: Number of conversations, and of those in which no answer's end has loss.
+        unended: Token that ends an answer, or a turn, in the first of the latter.
     """
 
     num_bad_lines: int = 0
@@ -81,16 +86,29 @@ class FilterCounts:
     num_split_turns: int = 0
     num_omitted: int = 0
     omitted: str = ""
+    ignored: dict[str, int] = field(default_factory=dict)
+    num_chats: int = 0
+    num_unended: int = 0
+    unended: str = ""
 
     def add(self, other: "FilterCounts") -> None:
         """Add the counts of `other`."""
-        omitted = self.omitted or other.omitted
         for each in fields(FilterCounts):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-        self.bad_lines, self.omitted = self.bad_lines[:_MAX_EXAMPLES], omitted
+            mine, others = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, dict):
+                mine |= {key: mine.get(key, 0) + count for key, count in others.items()}
+            else:
+                setattr(self, each.name, mine or others if isinstance(mine, str) else mine + others)
+        self.bad_lines = self.bad_lines[:_MAX_EXAMPLES]
 
-    def count(self, parts: Sequence[Encoded]) -> None:
+    def count(self, parts: Sequence[Encoded], ignored_fields: Iterable[str] = ()) -> None:
         """Add an example to the counts, given its sequences `parts` before they are filtered."""
+        for each in {*(f"`{name}`" for name in ignored_fields), *itertools.chain(*(part.ignored for part in parts))}:
+            self.ignored[each] = self.ignored.get(each, 0) + 1
+        self.num_chats += parts[0].is_chat
+        if all(part.unended for part in parts):
+            self.num_unended += 1
+            self.unended = self.unended or parts[0].unended
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -117,15 +135,17 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     invalid: dict[int, str] = {}
     examples: dict[int, Example | PreferencePair] = {}
     kinds: dict[bool, str] = {}
+    ignored: dict[int, list[str]] = {}
     for i, (location, value) in enumerate(block.records()):
         try:
-            example = parse_example(value, location, columns)
+            record = to_record(value, location)
+            example = parse_example(record, location, columns)
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue
         kinds.setdefault(isinstance(example, PreferencePair), location)
         if example.has_loss:
-            examples[i] = example
+            examples[i], ignored[i] = example, ignored_fields(record, columns)
         else:
             counts.num_untrained_dropped += 1
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
@@ -134,8 +154,8 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     encode_batch: _EncodeFn = partial(encode, tokenizer, split_turns=sequence_filter.split_turns)
     if True in kinds:
         encode_batch = partial(encode_pairs, tokenizer)
-    for parts in _encode_all(encode_batch, examples, invalid):
-        counts.count(parts)
+    for i, parts in _encode_all(encode_batch, examples, invalid):
+        counts.count(parts, ignored[i])
         # The last part ends with the last trained answer.
         tokens = parts[-1].truncate(sequence_filter.max_length).tokens
         held_out = is_held_out(tokens, sequence_filter.eval_fraction)
@@ -147,17 +167,17 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
 
 def _encode_all(
     encode_batch: _EncodeFn, examples: Mapping[int, Any], invalid: dict[int, str]
-) -> Iterator[list[Encoded]]:
-    """Tokenize examples in batches. The error messages of rejected examples are added to `invalid`."""
+) -> Iterator[tuple[int, list[Encoded]]]:
+    """Tokenize examples in batches. Yields the key and the sequences of each; `invalid` gets the messages of others."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
         try:
-            yield from encode_batch([examples[i] for i in batch])
+            yield from zip(batch, encode_batch([examples[i] for i in batch]), strict=True)
         except InvalidRecordError:
             for i in batch:
                 try:
-                    yield from encode_batch([examples[i]])
+                    yield i, encode_batch([examples[i]])[0]
                 except InvalidRecordError as error:
                     invalid[i] = str(error)
 
@@ -165,15 +185,16 @@ def _encode_all(
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
     """Yield the sequence, truncated or split if necessary, unless it is dropped. Updates `counts`."""
     limit = sequence_filter.max_length or sequence.length
-    if sequence.length > limit and sequence_filter.overlong == "drop":
+    fitting = [sequence.truncate(limit)]
+    is_lost = sequence_filter.overlong == "drop" or (sequence.has_loss and not fitting[0].has_loss)
+    if sequence.length > limit and is_lost:
         counts.num_dropped += 1
         counts.num_dropped_tokens += len(sequence.tokens)
         return
-    fitting = [sequence.truncate(limit)]
     if sequence.length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
         fitting = _split(sequence.tokens, starts_with_bos=sequence.starts_with_bos, limit=limit)
         counts.num_split += 1
-    elif sequence.length > limit and fitting[0].has_loss:
+    elif sequence.length > limit:
         counts.num_truncated += 1
         counts.num_truncated_tokens += len(sequence.tokens) - len(fitting[0].tokens)
     for each in fitting:

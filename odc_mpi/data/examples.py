@@ -33,12 +33,14 @@ class Conversation:
         messages: Messages without null fields. Each message contains the strings `role` and `content`.
         tools: Definitions of the tools that the assistant may call, for the chat template.
         context: Indices of the assistant messages that have no loss.
+        ignored: Descriptions of what the record contains and this conversation does not, for the report.
     """
 
     location: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     context: frozenset[int] = frozenset()
+    ignored: tuple[str, ...] = ()
 
     @property
     def has_loss(self) -> bool:
@@ -52,7 +54,8 @@ class Conversation:
 
 def can_have_loss(message: dict[str, Any]) -> bool:
     """Return True if a message is an assistant's and is not empty."""
-    return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
+    parts = (message["content"], message.get("tool_calls"), message.get("reasoning_content"))
+    return message["role"] == "assistant" and any(parts)
 
 
 Example = PromptCompletion | Conversation

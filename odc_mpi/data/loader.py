@@ -4,7 +4,6 @@ All ranks construct the loader with the same arguments, except for `rank`, so th
 without communicating.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,6 +144,28 @@ class ShuffledSampler:
             )
         self._move_to(data_epoch, position)
 
+    def num_steps_to(self, num_epochs: float) -> int:
+        """Return the number of minibatches until `num_epochs` passes, rounded to samples, are complete since the start.
+
+        Earlier minibatches may have had another size.
+        """
+        size, position = len(self._dataset), self._position
+        whole, rest = divmod(max(1, round(num_epochs * size)), size)
+        if (num_more := whole - self._data_epoch) > 0:
+            return self._ceil(size - position) + (num_more - 1) * self._ceil(size) + self._ceil(rest)
+        return max(0, self._ceil(num_more * size + rest - position))
+
+    def num_epochs(self, num_steps: int = 0) -> float:
+        """Return the number of passes over the data, with a fraction, that `num_steps` more minibatches complete."""
+        size, position = len(self._dataset), self._position
+        if num_steps < (steps_left := self._ceil(size - position)):
+            return self._data_epoch + (position + num_steps * self._num_samples) / size
+        whole, rest = divmod(num_steps - steps_left, self._ceil(size))
+        return self._data_epoch + 1 + whole + rest * self._num_samples / size
+
+    def _ceil(self, num_samples: int) -> int:
+        return -(-num_samples // self._num_samples)
+
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
         """Return the sorted, distinct indices in the next minibatches, int64 [n], without advancing the sampler."""
         state, is_upcoming = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
@@ -237,12 +258,11 @@ class Loader(ShuffledSampler):
         """Return the next minibatch with its plan, without reading its sequences."""
         position, indices = self._next_indices()
         lengths = self._dataset.lengths[indices]
-        minibatches_per_epoch = math.ceil(len(self._dataset) / self._num_samples)
         plan = plan_islands(
             lengths,
             (self._constant_cost or self.cost).sequence(lengths),
             self._num_islands,
-            position["data_epoch"] * minibatches_per_epoch + position["position"] // self._num_samples,
+            position["data_epoch"] * self._ceil(len(self._dataset)) + position["position"] // self._num_samples,
             lambda part: self._strategy(part, self._size // self._num_islands, self._max_tokens, self.cost),
         )
         return Minibatch(**position, indices=indices, plan=plan, rank=self._rank, dataset=self._dataset)

@@ -105,12 +105,7 @@ class PrepareReport(FilterCounts):
             (self.num_split, "texts split into sequences of --max-length"),
             (self.num_truncated, f"truncated to --max-length ({self.num_truncated_tokens:,} tokens lost)"),
             (self.num_dropped, f"dropped: longer than --max-length ({self.num_dropped_tokens:,} tokens lost)"),
-            (
-                self.num_untrained_dropped,
-                "dropped: the prompt leaves an answer no tokens within --max-length, or the answers do not differ there"
-                if self.num_prompt_tokens
-                else "dropped: no loss tokens",
-            ),
+            (self.num_untrained_dropped, "dropped: no loss tokens"),
             (self.num_own_special, "texts contain the bos or eos token: not added again"),
             (self.num_split_turns, "conversations split into one sequence per answer (--split-turns)"),
             (
@@ -121,6 +116,18 @@ class PrepareReport(FilterCounts):
         ):
             if count:
                 lines.append(f"{count:,} {description}")
+        lines += [f"ignored: {name} in {_lines(count)}" for name, count in sorted(self.ignored.items())]
+        if self.num_unended:
+            every = (
+                "no answer ends"
+                if self.num_unended == self.num_chats
+                else f"in {_lines(self.num_unended)} no answer ends"
+            )
+            lines.append(
+                f"warning: {every} with a loss token that stops generation, so the model does not learn to stop; the "
+                f"token is {self.unended!r}: use a chat template that writes it inside of answers (or of their "
+                "{% generation %} marks), such as TRL's training templates, with --chat-template FILE"
+            )
         if self.num_bad_lines:
             lines += [f"{self.num_bad_lines:,} skipped: invalid", *self.bad_lines]
             if more := self.num_bad_lines - len(self.bad_lines):
@@ -139,3 +146,7 @@ class PrepareReport(FilterCounts):
             f"{num_tokens:,} loss tokens ({num_tokens / all_tokens:.1%})"
             for source, num_sequences, num_tokens in self.shares
         ]
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line" if count == 1 else f"{count:,} lines"

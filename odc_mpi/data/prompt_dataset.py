@@ -15,12 +15,13 @@ from odc_mpi.data.examples import Conversation, Example
 from odc_mpi.data.records.block import to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_prompt
+from odc_mpi.data.records.schema import BESIDE
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 
-_NO_COLUMNS = ("prompt", "messages", "system", "tools")  # fields that make up the prompt
+_NO_COLUMNS = ("prompt", "messages", *BESIDE)  # fields that make up the prompt
 #: Names of the arguments that reward functions receive besides the columns.
-_RESERVED = ("prompts", "completions", "completion_ids")
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -74,6 +75,7 @@ class PromptDataset:
 
     Attributes:
         lengths: Number of tokens in each prompt, int64 [n].
+        columns: Names of all columns, as keys with the value None, which stands for a column that a prompt lacks.
         locations: File and line or row of each prompt, for error messages.
     """
 
@@ -86,14 +88,14 @@ class PromptDataset:
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
         self._tokens: list[npt.NDArray[np.int64]] = []
-        self._columns: dict[str, None] = {}  # names of all columns; the values are None
+        self.columns: dict[str, None] = {}
         self._texts: list[bytes] = []  # as JSON, which needs less memory than its objects
         for block in read_prompts(self.path, setting):
             self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
             for example, record in block:
                 prompt = example.messages if isinstance(example, Conversation) else example.prompt
                 columns = _columns(record, example.location)
-                self._columns |= dict.fromkeys(columns)
+                self.columns |= dict.fromkeys(columns)
                 self._texts.append(_json({"prompt": prompt, "columns": columns}, example.location))
                 self.locations.append(example.location)
         self.lengths: npt.NDArray[np.int64] = np.array([len(tokens) for tokens in self._tokens])
@@ -105,7 +107,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptRecord:
         """Return the prompt with this index, and its columns."""
         content = json.loads(self._texts[index])
-        return PromptRecord(self._tokens[index].tolist(), content["prompt"], self._columns | content["columns"])
+        return PromptRecord(self._tokens[index].tolist(), content["prompt"], self.columns | content["columns"])
 
     def digest(self) -> str:
         """Return a digest of the prompts with their tokens and columns, and of the tokenizer's vocabulary."""
@@ -115,9 +117,9 @@ class PromptDataset:
 
 def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
     columns = {name: value for name, value in record.items() if name not in _NO_COLUMNS}
-    if reserved := next((name for name in _RESERVED if name in columns), None):
+    if reserved := next((name for name in REWARD_ARGUMENTS if name in columns), None):
         raise InvalidRecordError(
-            f"{location}: expected columns without the names {', '.join(_RESERVED)}, got {reserved!r}: rename it"
+            f"{location}: expected columns without the names {', '.join(REWARD_ARGUMENTS)}, got {reserved!r}: rename it"
         )
     return columns
 

@@ -6,6 +6,7 @@ the other, because training shuffles sequences.
 """
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSou
     For `split`, see `arrow.load`. Raises a `UserError` if a source cannot be found or loaded, a folder has no data
     files, a weight is not finite and positive, only some sources have one, or `split` is set but no source has splits.
     """
-    sources = [_find(spec, split) for spec in specs]
+    sources = [_find(os.path.expanduser(spec), split) for spec in specs]  # noqa: PTH111 - with its weight
     if split is not None and all(source.dataset is None for source in sources):
         raise UserError(
             "--split: expected a directory of save_to_disk or a name on the Hugging Face Hub as a SOURCE, got neither"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from transformers import TextStreamer
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.chat.templates import fix_time
 from odc_mpi.data.encode import encode_prompts, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.prompt_dataset import read_prompts
@@ -49,7 +51,7 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
         AllRanksUserError: The model, a prompt or the output file cannot be used.
         UserError: The device or the MPI library cannot be used.
     """
-    world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
+    world.run_on_all(lambda: _check_out(arguments) if world.rank == 0 else None)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.chat, arguments.prompts))
     source = load_on_all_ranks(arguments, world)
     requests = world.run_on_all(lambda: _requests(source, examples))
@@ -97,6 +99,7 @@ def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationM
     arguments = replace(arguments, **paths)
     source = world.run_on_all(lambda: load_generation_model(arguments, world.rank, world.size))
     world.require_same(Path(source.name).name, "SOURCE")
+    fix_time(source.tokenizer, world.gather_objects(datetime.now().isoformat())[0])
     return source
 
 
@@ -166,10 +169,13 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
     return requests
 
 
-def _check_out(out: Path | None) -> None:
-    """Raise `UserError` before completions are generated if the output file cannot be written."""
-    if out is None:
+def _check_out(arguments: GenerateArguments) -> None:
+    """Raise `UserError` before completions are generated if the output file cannot be written or is an input."""
+    if (out := arguments.out) is None:
         return
+    for path in (arguments.prompts, arguments.source, arguments.tokenizer, arguments.base):
+        if path and out.exists() and path.exists() and (out.samefile(path) or path.resolve() in out.resolve().parents):
+            raise UserError(f"--out: expected a new file, or one that is not an input, got {out}: change --out")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     try:
         if out.is_dir():

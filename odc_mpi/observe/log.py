@@ -13,11 +13,10 @@ from odc_mpi.observe.terminal import ProgressReporter
 
 
 class RunLogger(Callback):
-    """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
+    """Writes and prints the metrics on rank 0, and reduces those of all steps, also of earlier starts, to a summary.
 
     Must run after `callbacks`, which add the metrics and define the columns and the summary's entries. Prints
-    `startup_lines` first. `steps` is the number of steps of the run. If the run was resumed, only rank 0's summary
-    includes the earlier steps.
+    `startup_lines` first. `steps` is the number of steps of the run.
     """
 
     def __init__(
@@ -43,17 +42,21 @@ class RunLogger(Callback):
         self._log(step.metrics)
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        self._summary.add(metrics)
         if self._writer and self._reporter:
+            self._summary.add(metrics)
             self._writer.write(metrics)
             self._reporter.report(metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the summary, including `fields` (see `Summary.finish`). Rank 0 also writes and prints it."""
+        """Return the summary, including `fields` (see `Summary.finish`), on rank 0, which also writes and prints it.
+
+        Returns {} on the other ranks, which do not know the metrics of earlier starts.
+        """
+        if not self._reporter:
+            return {}
         summary = self._summary.finish(fields)
-        if self._reporter:
-            write_summary(self._run_dir, summary)
-            self._reporter.finish(summary)
+        write_summary(self._run_dir, summary)
+        self._reporter.finish(summary)
         return summary
 
     @override

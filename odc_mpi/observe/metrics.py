@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json, warn_write_failed, write_or_warn
+from odc_mpi.files import parse_json, read_lines, warn_write_failed, write_or_warn
 
 METRICS = "metrics.jsonl"
 
@@ -90,16 +90,15 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     the metrics of an evaluation before the first step.
     """
     lines: dict[int, dict[str, Any]] = {}
-    if (path / METRICS).exists():
-        for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = parse_json(text)
-                number = int(line["step"])
-                # `Summary` requires these two metrics.
-                if not number or (isinstance(line["step_s"], int | float) and isinstance(line["skipped"], bool)):
-                    lines[number] = line
-            except (ValueError, KeyError, TypeError, OverflowError):
-                continue
+    for text in read_lines(path / METRICS):
+        try:
+            line = parse_json(text)
+            number = int(line["step"])
+            # `Summary` requires these two metrics.
+            if not number or (isinstance(line["step_s"], int | float) and isinstance(line["skipped"], bool)):
+                lines[number] = line
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
     return [line for number, line in sorted(lines.items()) if number <= step]
 
 

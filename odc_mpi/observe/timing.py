@@ -208,15 +208,17 @@ class ThroughputMetrics(Callback):
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
     columns: ClassVar = (ProgressColumn("epoch", 5, "{epoch:.2f}"),)
 
-    def __init__(self, num_ranks: int, device: torch.device, steps_per_epoch: int, flops: CostModel | None) -> None:
-        self._num_ranks, self._device, self._steps_per_epoch = num_ranks, device, steps_per_epoch
+    def __init__(
+        self, num_ranks: int, device: torch.device, num_epochs: Callable[[], float], flops: CostModel | None
+    ) -> None:
+        self._num_ranks, self._device, self._num_epochs = num_ranks, device, num_epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._flops = (flops, peak * num_ranks) if flops and peak else None
 
     @override
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         if len(metrics) > 1:
-            metrics |= self._progress(completed_steps)
+            metrics |= self._progress()
 
     def local_values(self) -> tuple[float, float]:
         """Return the peak memory of this process in bytes: resident on the host, and allocated by torch on a GPU."""
@@ -231,13 +233,13 @@ class ThroughputMetrics(Callback):
     @override
     def on_step_end(self, step: Step) -> None:
         metrics = step.metrics
-        metrics |= self._progress(step.number)
+        metrics |= self._progress()
         metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks
         if self._flops:
             flops, peak = self._flops
             lengths = step.minibatch.dataset.lengths[step.minibatch.indices]
             metrics["mfu"] = float(flops.sequence(lengths).sum()) / metrics["step_s"] / peak
 
-    def _progress(self, step: int) -> dict[str, Any]:
+    def _progress(self) -> dict[str, Any]:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        return {"time": now, "epoch": step / self._steps_per_epoch}
+        return {"time": now, "epoch": self._num_epochs()}

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from odc_mpi.formatting import printable_text
 from odc_mpi.report.svg import BLUE, INK, LINE, MUTED, PAPER, Draw, write_svg
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper", BLUE: "--blue"}
@@ -120,10 +121,9 @@ def html(report: ReportPage) -> str:
     ]
     head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
     head += f"<title>{escape(report.title)}</title>\n<style>\n{variables}{_STYLE}</style>"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
+    text = "\n".join(body)
+    return printable_text(
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{text}\n</body>\n</html>\n'
     )
 
 

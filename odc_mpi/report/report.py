@@ -39,6 +39,8 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
         message = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(message.split())}") from error
     out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
+    if out.is_file() and (out.suffix.lower() != form or out.samefile(source)):
+        raise UserError(f"--out: expected a new file, or {form[1:].upper()} to replace, got {out}: change --out")
     try:
         write_text_durable(out, text)
     except OSError as error:

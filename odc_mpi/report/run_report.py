@@ -10,7 +10,7 @@ import numpy as np
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json
+from odc_mpi.files import parse_json, read_lines
 from odc_mpi.formatting import format_duration, format_seconds, truncate_text
 from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_figures import histograms, loss_figure, rewards_figure, time_breakdown, timeline
@@ -105,9 +105,8 @@ def describe(run_dir: Path) -> ReportPage:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     steps = []
-    for line in lines:
+    for line in read_lines(path):
         try:
             step = parse_json(line)
         except ValueError:
@@ -206,7 +205,7 @@ def _describe_ranks(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> 
 
 def _samples(path: Path) -> list[Table]:
     records = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    for text in read_lines(path):
         try:
             records.append(parse_json(text))
         except ValueError:  # a killed run may have written only part of its last line

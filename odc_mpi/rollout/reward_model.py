@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from odc_mpi.data.chat.templates import ChatRenderer, fix_time
 from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
-from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import is_model_directory
@@ -26,10 +26,10 @@ class RewardModel:
     """Reward function that scores completions on `device` with the reward model and tokenizer in the directory `path`.
 
     Raises `UserError` if the model or tokenizer cannot be loaded, weights are missing from the safetensors files, the
-    model does not have exactly one output, or the padding token is unknown.
+    model does not have exactly one output, or the padding token is unknown. For `time`, see `fix_time`.
     """
 
-    def __init__(self, path: Path, device: torch.device | str) -> None:
+    def __init__(self, path: Path, device: torch.device | str, time: str | None = None) -> None:
         if not is_model_directory(path):
             raise UserError(
                 f"{_SETTING}: expected a reward model with config.json, got {path} without it: export the run with "
@@ -37,6 +37,8 @@ class RewardModel:
             )
         self._location = str(path)
         self._tokenizer = load_tokenizer(path, _SETTING)
+        if time:
+            fix_time(self._tokenizer, time)
         try:
             model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path,
@@ -100,6 +102,6 @@ class RewardModel:
         renderer = ChatRenderer(self._tokenizer)
         text = renderer.render_prompt(Conversation(self._location, [*prompt, *completion]), for_generation=False)
         if getattr(self._model.config, ENDS_WITH_TURN, False):
-            text = text[: renderer.end_of_turn(text)]
+            text = renderer.close_turn(text)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens

@@ -6,19 +6,22 @@ All arguments are lists with one entry per completion. Prompts and completions a
 prompt is a conversation. If the prompt lacks a column, the entries of this column are None. A function without
 `**kwargs` receives only the arguments in its signature. A result of None means that the function does not apply to the
 completion and adds nothing to its reward. A completion to which no function applies has an advantage of 0 and does not
-affect the advantages of the prompt's other completions.
+affect the advantages of the prompt's other completions. Asynchronous functions run at the same time, in a thread.
 """
 
+import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc_mpi.data.prompt_dataset import REWARD_ARGUMENTS
 from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.hub import parse_name
 from odc_mpi.rollout import builtin_rewards
@@ -82,23 +86,38 @@ class GroupRewards:
 
 
 def load_reward_functions(
-    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu"
+    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device | str = "cpu", time: str | None = None
 ) -> list[RewardFunction]:
     """Import reward functions, which runs their modules' code. If `weights` is None, all weights are 1.
 
     Each entry of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the
-    directory of a reward model, which is loaded onto `device`. Raises `UserError` if a function does not exist, two
-    functions have the same name, a module raises an exception, or a model cannot be loaded.
+    directory of a reward model, which is loaded onto `device` (for `time`, see `RewardModel`). Raises `UserError` if
+    a function is missing, two functions have the same name, a module raises an exception, or a model cannot be loaded.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
-        RewardFunction(_name(spec), spec, _load_function(spec, device), weight)
+        RewardFunction(_name(spec), spec, _load_function(spec, device, time), weight)
         for spec, weight in zip(specs, weights, strict=True)
     ]
     names = [reward.name for reward in functions]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"rl.reward_funcs: expected functions of different names, got {duplicate} twice: rename one")
     return functions
+
+
+def check_arguments(functions: Sequence[RewardFunction], datasets: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a function requires an argument that the `datasets`, keyed by setting, do not provide."""
+    for reward, (setting, prompts) in itertools.product(functions, datasets.items()):
+        arguments = _accepted_kwargs(reward.function, dict.fromkeys((*REWARD_ARGUMENTS, *prompts.columns), ()))
+        try:
+            inspect.signature(reward.function).bind(**arguments)
+        except ValueError:  # some functions in C have no signature
+            continue
+        except TypeError as error:
+            raise UserError(
+                f"rl.reward_funcs: {reward.spec}: {error}: functions receive {', '.join(REWARD_ARGUMENTS)} and the "
+                f"columns of {setting} ({', '.join(prompts.columns) or 'none'}): give it a default, or add a column"
+            ) from error
 
 
 def compute_rewards(
@@ -125,9 +144,10 @@ def compute_rewards(
     """
     count = len(reward_kwargs["completions"])
     per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)
-    for row, reward in enumerate(functions):
+    calls = [_start(reward.function, reward_kwargs) for reward in functions]
+    for row, (reward, call) in enumerate(zip(functions, calls, strict=True)):
         try:
-            per_function[row] = _call(reward, reward_kwargs, count, timeout_s)
+            per_function[row] = _call(call, count, timeout_s)
         except _FailedError as error:
             message = f"reward function {reward.spec}, prompt {prompt}, rank {rank}: {error}"
             if not skip:
@@ -147,12 +167,10 @@ class _FailedError(Exception):
         self.values, self.failed = values, failed
 
 
-def _call(
-    reward: RewardFunction, reward_kwargs: Mapping[str, Sequence[Any]], count: int, timeout_s: float
-) -> npt.NDArray[np.float64]:
+def _call(call: Callable[[], Any], count: int, timeout_s: float) -> npt.NDArray[np.float64]:
     try:
         with _time_limit(timeout_s):
-            rewards = _to_list(reward.function(**_accepted_kwargs(reward.function, reward_kwargs)), count)
+            rewards = _to_list(call(), count)
     except _ExpiredError as error:
         raise _FailedError(f"it did not return within rl.reward_timeout_s, {timeout_s:g} s") from error
     except _FailedError:
@@ -167,6 +185,28 @@ def _call(
         message = f"expected finite numbers or None, got {text} for completion {first}"
         raise _FailedError(message, values, invalid)
     return values
+
+
+def _start(function: Any, reward_kwargs: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
+    """Start a reward function if it is asynchronous. Return a function that returns the rewards, or runs the others."""
+    call = functools.partial(function, **_accepted_kwargs(function, reward_kwargs))
+    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+        return asyncio.run_coroutine_threadsafe(call(), _event_loop()).result
+    return call
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that runs in a thread. There is one for all calls, because HTTP clients depend on theirs."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit):  # raised by a reward function
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
+    return loop
 
 
 def _to_list(rewards: Any, count: int) -> list[Any]:
@@ -233,7 +273,7 @@ def _name(spec: str) -> str:
     return Path(of_hub[0] if of_hub else spec.rpartition(":")[2]).name
 
 
-def _load_function(spec: str, device: torch.device | str) -> RewardCallable:
+def _load_function(spec: str, device: torch.device | str, time: str | None) -> RewardCallable:
     module_name, colon, name = spec.rpartition(":")
     if not colon:
         if spec in builtin_rewards.REWARDS:
@@ -242,7 +282,7 @@ def _load_function(spec: str, device: torch.device | str) -> RewardCallable:
             # Imported late: transformers takes seconds.
             from odc_mpi.rollout.reward_model import RewardModel
 
-            return RewardModel(Path(spec), device)
+            return RewardModel(Path(spec), device, time)
         known = ", ".join(builtin_rewards.REWARDS)
         raise UserError(
             "rl.reward_funcs: expected package.module:name, file.py:name, the directory of a reward model, or one of "

@@ -33,8 +33,8 @@ from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
-from odc_mpi.training.run import resolve_steps
-from odc_mpi.training.run_info import samples_per_step, steps_per_epoch, unit_of_samples
+from odc_mpi.training.run_info import samples_per_step, unit_of_samples
+from odc_mpi.training.rundir.resume import resolve_steps
 from odc_mpi.training.settings import Config
 
 #: Number of minibatches whose plans are searched for the largest microbatch.
@@ -73,11 +73,12 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
         num_islands = size // _ranks_per_island(config, size, local_size) if config.islands.mode == "outer" else 1
         inputs = open_inputs(config, 0, size, num_islands)
         base_bytes = peak_resident_bytes()
-        full = resolve_steps(config, inputs.dataset)
+        full = resolve_steps(config, inputs)
+        size_lines = _describe_size(full, inputs, size)  # before plans are inspected, which advances the loader
         sequences, microbatch, accumulates = _inspect_plans(inputs, full)
         parts = estimate_memory(full, inputs.model, size, local_size, sequences, accumulates=accumulates)
         parts.insert(0, MemoryPart("Python and its libraries", base_bytes))
-        print("\n".join([*_describe_size(full, inputs, size), *_table(parts)]))
+        print("\n".join([*size_lines, *_table(parts)]))
         print(f"activations and logits of a microbatch of {sum(sequences):,} tokens, the largest of the first steps")
         if isinstance(inputs.dataset, Dataset):
             try:
@@ -110,7 +111,7 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
 
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
     num, per_step, steps = len(inputs.dataset), samples_per_step(config), config.run.steps
-    epochs = steps / steps_per_epoch(config, num)
+    epochs = inputs.loader.num_epochs(steps)
     num_parameters = sum(parameter.numel() for parameter in inputs.model.module.parameters())
     lines = [
         f"ranks   {num_ranks}",

@@ -9,6 +9,7 @@ import torch
 from odc_mpi.checkpoint.side_files import read_tokenizer_files
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
+from odc_mpi.data.chat.templates import fix_time
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
@@ -42,6 +43,8 @@ class Inputs:
     #: Sizes of the key and value buffers, a string that explains why no sequence can be split, or None if
     #: `data.context_parallel` is off.
     context_parallel: KVSizes | str | None = None
+    #: Time for chat templates that render the current date (see `fix_time`), if the data are prompts.
+    prompt_time: str | None = None
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
@@ -63,7 +66,7 @@ class Inputs:
                 data.close()
 
 
-def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> Inputs:
+def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1, prompt_time: str | None = None) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
     `num_islands` is the number of islands if they train separately, and 1 otherwise. Raises `UserError` if the
@@ -79,7 +82,7 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1) -> I
             "model.config.output_router_logits to false"
         )
     if objective == "grpo":
-        return _open_prompts(config, _with_adapters(meta_model, config))
+        return _open_prompts(config, _with_adapters(meta_model, config), prompt_time)
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
     if objective == "reward":
         set_padding(meta_model.module.config, _padding_token(dataset, meta_model))
@@ -141,13 +144,15 @@ def _plan_context_parallel(
     return KVSizes(num_layers, token_numel * (2 if narrow else 4), max_chunk_tokens, longest - 1)
 
 
-def _open_prompts(config: Config, meta_model: models.MetaModel) -> Inputs:
+def _open_prompts(config: Config, meta_model: models.MetaModel, prompt_time: str | None) -> Inputs:
     """Open the prompts, and check that they match the model and that completions fit in a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
     assert tokenizer_path is not None, "config.load requires one of them"
     tokenizer = _load_tokenizer(Path(tokenizer_path), setting)
+    if prompt_time:
+        fix_time(tokenizer, prompt_time)
     prompts, evaluation = (
         None
         if path is None
@@ -156,7 +161,7 @@ def _open_prompts(config: Config, meta_model: models.MetaModel) -> Inputs:
     )
     assert prompts is not None, "config.load requires data.path"
     loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed)
-    return Inputs(prompts, meta_model, loader, evaluation)
+    return Inputs(prompts, meta_model, loader, evaluation, prompt_time=prompt_time)
 
 
 def _validate_prompts(

@@ -19,11 +19,11 @@ The training loop calls the hooks of the callbacks in this order:
     StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
 """
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -56,7 +56,7 @@ from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact import ExponentCallback, apply_exact_settings, deterministic_algorithms
-from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
+from odc_mpi.training.inputs import Inputs, open_inputs, training_flops
 from odc_mpi.training.islands.build import (
     build_outer_loop,
     find_outer_loop,
@@ -71,14 +71,16 @@ from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.rl.build import build_grpo
-from odc_mpi.training.run_info import numel, startup_lines, steps_per_epoch, summary_fields
+from odc_mpi.training.run_info import numel, startup_lines, summary_fields
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata, state_digest
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
     ResumePoint,
+    check_resume_point,
     find_resume_point,
     open_run,
     report_already_complete,
+    resolve_steps,
 )
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
@@ -93,7 +95,7 @@ def train(
 
     `stop` is a stop request handler that is already active. By default, a new one is active during this call.
     `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, or only
-    `steps` if the run was already complete. Values are equal on all ranks, except for times and `device`.
+    `steps` if the run was already complete, on all ranks.
 
     Raises:
         AllRanksUserError: The settings, data and model do not match or differ between ranks, or a file cannot be used.
@@ -114,10 +116,12 @@ def train(
         stack.enter_context(deterministic_algorithms(config))
         _set_threads(config, world)
         islands = make_islands(config, world)
-        inputs = _open_inputs(config, world, islands)
-        config = resolve_steps(config, inputs.dataset)
+        resume_point = find_resume_point(config, world)
+        inputs = _open_inputs(config, world, islands, resume_point)
+        if resume_point:
+            check_resume_point(resume_point, config, world, inputs)
+        config = world.run_on_all(partial(resolve_steps, config, inputs, resume_point))
         check_stop()
-        resume_point = find_resume_point(config, world, inputs)
         if resume_point and resume_point.step >= config.run.steps:
             if islands:
                 islands.close()
@@ -152,7 +156,7 @@ def train(
         if config.run.exact:
             described |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
-        summary = logger.summarize(described | trainer.finish())
+        summary = world.gather_objects(logger.summarize(described | trainer.finish()))[0]
         checkpointing.raise_outcome(trainer.completed_steps)
         if outer_loop:
             outer_loop.close()
@@ -171,15 +175,6 @@ def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
     # At the end, the other ranks wait for rank 0.
     finish_s = min(FINISH_S, world.timeout_s / 2)
     return TrackerCallback(names, Path(config.run.dir), flatten_config(asdict(config)), finish_s)
-
-
-def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration. If `run.steps` is 0, set it to the steps in `run.num_train_epochs` (default 1)."""
-    if config.run.steps:
-        return config
-    epochs = config.run.num_train_epochs or 1.0
-    steps = math.ceil(epochs * steps_per_epoch(config, len(dataset)))
-    return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
 def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:
@@ -265,10 +260,12 @@ def build_trainer(
     return trainer
 
 
-def _open_inputs(config: Config, world: World, islands: Islands | None) -> Inputs:
+def _open_inputs(config: Config, world: World, islands: Islands | None, resume_point: ResumePoint | None) -> Inputs:
     world.run_on_all(lambda: require_tracker_packages(config.run.report_to or ()) if world.rank == 0 else None)
     num_islands = islands.size if islands and islands.mode == "outer" else 1
-    inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size, num_islands))
+    stored = resume_point.metadata.get("prompt_time") if resume_point else None
+    prompt_time = world.gather_objects(stored or datetime.now().isoformat())[0]
+    inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size, num_islands, prompt_time))
     for setting, dataset in inputs.datasets.items():
         world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
     # Delete the copy that the batch script made for this job. All ranks of the node have opened it, so no copy is left
@@ -341,7 +338,7 @@ def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, mode
     # The FLOPs of generation are not counted, and peaks are those of bfloat16.
     if config.run.objective == "sft" and config.model.param_dtype == "bfloat16":
         flops = training_flops(inputs.model, numel(model, True) / numel(model))
-    return ThroughputMetrics(world.size, model.device, steps_per_epoch(config, len(inputs.dataset)), flops)
+    return ThroughputMetrics(world.size, model.device, inputs.loader.num_epochs, flops)
 
 
 def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:

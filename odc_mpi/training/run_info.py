@@ -25,11 +25,6 @@ def unit_of_samples(config: Config) -> str:
     return {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
 
 
-def steps_per_epoch(config: Config, num_samples: int) -> int:
-    """Return the number of steps in one pass over `num_samples` samples. The last step may have fewer samples."""
-    return -(-num_samples // samples_per_step(config))
-
-
 def startup_lines(
     config: Config,
     world: World,
@@ -46,7 +41,7 @@ def startup_lines(
     if config.run.objective == "grpo":
         per_step += f" with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
-    num_epochs = config.run.steps / steps_per_epoch(config, len(inputs.dataset))
+    num_epochs = inputs.loader.num_epochs(config.run.steps - (resume_point.step if resume_point else 0))
     num_trainable, num_parameters = numel(model, True), numel(model)
     trainable = f"{num_parameters:,} parameters"
     if num_trainable < num_parameters:

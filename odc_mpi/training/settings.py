@@ -62,6 +62,7 @@ _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
 _TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
 _NOT_EMPTY = Check("not empty", lambda value: value not in ("", []))
+_MAILBOX_BYTES = Size(CommSettings.mailbox_bytes)
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ class CommConfig:
     """Settings for the communication of parameters and gradients."""
 
     reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
-    mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = (
-        CommSettings.mailbox_bytes
-    )
+    mailbox_bytes: Annotated[Size, "mailbox: bytes per rank for gradients sent to it", ONE_OR_MORE] = _MAILBOX_BYTES
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
     node_cache: Annotated[NodeCacheSetting, "fetch from other nodes once for all ranks of a node"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"

@@ -65,7 +65,8 @@ def test_the_base_has_its_own_template_and_settings(tokenizer, end, tmp_path, ha
     base = tmp_path / "base"
     base.mkdir()
     write_files(files | ({"chat_template.jinja": template} if has_template else {}), base)
-    (base / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 9, "bos_token_id": 7}')
+    content = {"temperature": 0.6, "eos_token_id": 9, "bos_token_id": 7, "num_return_sequences": 3, "num_beams": 4}
+    (base / "generation_config.json").write_text(json.dumps(content | {"stop_strings": ["a"], "token_healing": True}))
     data = write_data(tmp_path / "data.h5", files | {"chat_template.jinja": TRAINING_TEMPLATE.encode()})
     side_files = SideFiles(settings(data, base), None)
     assert side_files.tokenizer["chat_template.jinja"] == (template if has_template else TRAINING_TEMPLATE.encode())

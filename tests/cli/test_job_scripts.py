@@ -98,6 +98,19 @@ def test_ranks_that_start_while_the_job_is_stopped_find_a_file(place):
     assert not list(place.path.glob(".*stop*"))
 
 
+@pytest.mark.parametrize("staged", [{}, STAGED])
+def test_a_canceled_job_leaves_no_files(place, staged):
+    saved = UNTIL_SIGNALED.replace("USR1", "TERM")
+    assert place.signal(signal.SIGTERM, srun=f"(sleep 0.2; kill -TERM $$) & {saved}", **staged) == 143
+    assert place.calls("scontrol") == []
+    assert len(place.calls("srun")) == 1, "the ranks have removed the copies"
+    assert not list(place.path.glob(".*stop*"))
+
+
+def test_ranks_get_the_environment_of_the_script(place):
+    assert place.run(TRAIN, srun='[ "$SLURM_EXPORT_ENV" = ALL ]', SLURM_EXPORT_ENV="NONE") == (0, "")
+
+
 def test_a_number_without_settings_does_not_train(place):
     code, output = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
     assert code != 0 and "there is no line of settings for index 3" in output
@@ -127,6 +140,14 @@ def test_the_copy_is_used_for_training(place):
 def test_a_run_that_fails_leaves_no_copy(place):
     assert place.run(TRAIN, srun="exit 2", **STAGED)[0] == 2
     assert place.calls("srun")[-1].endswith(REMOVED)
+
+
+def test_a_copy_that_the_ranks_cannot_remove_is_removed(place):
+    data = place.path / "data"
+    left = place.path / "12-data"
+    assert place.run(TRAIN, sbcast=f"touch '{left}'", STAGE=str(place.path), DATA=str(data)) == (0, "")
+    assert not left.exists()
+    assert place.calls("srun")[-1].endswith(f"rm -f {left}")
 
 
 def test_a_job_canceled_while_it_copies_leaves_nothing(place):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -195,3 +196,29 @@ def test_no_mpi_library(config):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("odc-mpi: error: no MPI library found (") and "pip install 'odc_mpi[mpich]'" in line
+
+
+def test_sigterm_is_reported(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("odc_mpi.observe.watch.watch", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["watch", str(tmp_path)])
+    assert (ended.value.code, capfd.readouterr().err) == (143, "odc-mpi: ended by SIGTERM\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "paths"),
+    [
+        ("export ~/a --out ~/b --base ~/c", {"directory": "a", "out": "b", "base": "c"}),
+        ("generate ~/a --prompts=~/b --out=~/c", {"source": "a", "prompts": "b", "out": "c"}),
+        (
+            "prepare x --out ~/a --tokenizer ~/b --chat-template ~/c",
+            {"out": "a", "tokenizer": "b", "chat_template": "c"},
+        ),
+        ("report ~/a --out ~/b", {"source": "a", "out": "b"}),
+        ("job ~/a --stage ~/b", {"config": "a", "stage": "b"}),
+    ],
+)
+def test_a_tilde_in_an_option_is_the_home_directory(monkeypatch, command, paths):
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments = cli.parse(command.split())
+    assert {name: str(getattr(arguments, name)) for name in paths} == {k: f"/home/me/{v}" for k, v in paths.items()}

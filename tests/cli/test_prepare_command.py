@@ -80,7 +80,7 @@ def test_options_change_the_data_that_show_prints(tmp_path, capsys, source, opti
     assert all(text in sequence for text, sequence in zip(shown, sequences, strict=True)), sequences
 
 
-def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):
+def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch, capfd):
     def begin(sources, out, options, console):
         with atomic_write(out) as new:
             new.write_text("half")
@@ -92,5 +92,6 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main(["prepare", "stdlib", "--out", str(tmp_path / "new" / "out.h5")])
     assert ended.value.code == 143
+    assert capfd.readouterr().err == "odc-mpi: ended by SIGTERM\n"
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == before

@@ -1,15 +1,15 @@
 """Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
 
-import copy
 from typing import get_args
 
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
 
-from odc_mpi.data.encode import encode
+from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
+from odc_mpi.data.encode import encode, end_of_turn_token
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.records.fields import InvalidRecordError
-from odc_mpi.data.templates import ChatRenderer, SplitTurns
+from odc_mpi.data.records.messages import parse_messages
 
 #: Templates without tools.
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
@@ -18,7 +18,7 @@ LOOKUP = {"name": "lookup", "description": "Look up a word.", "parameters": WORD
 TOOLS = [{"type": "function", "function": LOOKUP}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALLED = {"type": "function", "id": "call12345", "function": {"name": "lookup", "arguments": '{"word": "zebra"}'}}
-CALL = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
+[CALL] = parse_messages([{"role": "assistant", "content": "", "tool_calls": [CALLED]}], "messages", "here")
 RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "call12345", "content": "User result: four."}
 
 
@@ -94,7 +94,7 @@ def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(t
                 prompt = ChatRenderer(plain).render_prompt(Conversation("", chat.messages[:i]))
                 assert first <= begin and prompt.removesuffix(found.omitted).endswith(found.text[first:begin]), name
                 assert end <= last and not found.text[end:last].strip(), name
-    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and len(names) >= 26
+    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"} and len(names) >= 26
 
 
 HEADER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -196,12 +196,92 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer):
         encode(silent, [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])])
 
 
-def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer):
-    as_object = copy.deepcopy(CALL)
-    as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
-    for rendering in ("m.tool_calls[0].function.arguments | tojson", "'' + m.tool_calls[0].function.arguments"):
+def test_arguments_of_calls_are_json_in_the_text(tokenizer):
+    """Templates get the form, object or text, that they write as JSON; GLM writes names and values."""
+    render, as_json = "m.tool_calls[0].function.arguments", '{"word": "zebra", "n": null}'
+    renderings = {
+        f"{render} | tojson": as_json,
+        f"'' + {render}": as_json,  # raises for objects
+        f"{render}": as_json,  # would write objects as Python does
+        f"'word=' ~ {render}.word ~ ' n=' ~ ({render}.n | tojson)": "word=zebra n=null",
+        f"{render} | string | tojson": None,  # JSON text in a JSON string
+        f"'word=' ~ {render}.word ~ ' n=' ~ {render}.n": "word=zebra n=None",  # as Qwen3-Coder
+        f"'word=' ~ {render}.word": None,
+        "'()'": None,
+    }
+    function = {"name": "lookup", "arguments": {"word": "zebra", "n": None}}
+    [call] = parse_messages([{"role": "assistant", "tool_calls": [function]}], "", "")
+    for rendering, expected in renderings.items():
         message = f"{{{{ m.content }}}}{{% if m.tool_calls %}}lookup{{{{ {rendering} }}}}{{% endif %}}<|im_end|>\n"
-        template = HEADER + message + "{% endfor %}" + PROMPT
-        for call in (CALL, as_object):
-            found = spans(with_template(tokenizer, template), Conversation("", [turn(1)[0], call]))
-            assert found == [['lookup{"word": "zebra"}<|im_end|>']]
+        changed = with_template(tokenizer, HEADER + message + "{% endfor %}" + PROMPT)
+        if expected:
+            assert spans(changed, Conversation("", [turn(1)[0], call])) == [[f"lookup{expected}<|im_end|>"]]
+        else:
+            with pytest.raises(InvalidRecordError, match=r"arguments of tool calls as JSON|drops a part of message 2"):
+                encode(changed, [Conversation("", [turn(1)[0], call])])
+
+
+END = "{{ m.content }}<|im_end|>\n{% endfor %}"
+CALLS = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+MARKED_CONTENT = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+BETWEEN = "{{ m.content }}{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}"
+GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}" + CALLS + "{% endfor %}"
+GLM += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "unended", "token"),
+    [
+        (HEADER + END + PROMPT, "<|im_end|>", "", "<|im_end|>"),
+        # Always writes the generation prompt, or goes on after the end of the turn.
+        (HEADER + END + "{{ '<|im_start|>assistant\n' }}", "<|im_end|>", "", "<|im_end|>"),
+        (HEADER + END + PROMPT.replace("{% endif %}", "{% else %}(end){% endif %}"), "<|im_end|>", "", "<|im_end|>"),
+        # Writes the end between two turns only, or as the marker of the next role.
+        (HEADER + BETWEEN + PROMPT, "<|im_end|>", "", "<|im_end|>"),
+        (GLM, "<|user|>", "", "<|user|>"),
+        # Marks answers without their ends, or writes no token.
+        (MARKED_CONTENT, "", "<|im_end|>", "<|im_end|>"),
+        (ROLES + "{% if add_generation_prompt %}assistant: {% endif %}", "\n", "<|endoftext|>", None),
+        (ROLES + "assistant: ", "", "<|endoftext|>", None),
+    ],
+)
+def test_the_loss_ends_with_the_token_that_ends_an_answer(tokenizer, template, end, unended, token):
+    changed = with_template(tokenizer, template)
+    changed.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|tool|>"]})
+    chat = Conversation("", [*turn(1), *turn(2)])
+    expected = [f"Reply {i}, done.{end}" for i in (1, 2)]
+    [[encoded]] = encode(changed, [chat])
+    # A token may have the space before a word, or the line break after one.
+    text = trained_text(changed, [encoded]).replace(" Reply", "Reply")
+    assert text.replace("\n", "") == "".join(expected).replace("\n", "")
+    assert encoded.unended == unended
+    found = end_of_turn_token(changed)
+    assert (found and changed.convert_ids_to_tokens(found)) == token
+    [split] = encode(changed, [chat], "always")
+    assert [trained_text(changed, [each]).strip() for each in split] == [text.strip() for text in expected]
+
+
+def test_the_marker_of_the_tool_ends_a_call(tokenizer):
+    """As in TRL's training template of GLM."""
+    changed = with_template(tokenizer, GLM)
+    changed.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|tool|>"]})
+    [[encoded]] = encode(changed, [Conversation("", [turn(1)[0], CALL])])
+    assert trained_text(changed, [encoded]).endswith("]<|tool|>")
+    [[encoded]] = encode(changed, [Conversation("", [turn(1)[0], CALL, RESULT, *turn(2)[1:]])])
+    assert trained_text(changed, [encoded]).endswith("]<|tool|>Reply 2, done.<|user|>")
+
+
+def test_what_a_template_leaves_out_is_listed(tokenizer):
+    user = {"role": "user", "content": "Hi", "mood": "calm", "id": 3}
+    chat = parse_messages([user, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}], "", "")
+    [[encoded]] = encode(tokenizer, [Conversation("", chat, TOOLS)])
+    assert [each.split()[0] for each in encoded.ignored] == ["`reasoning_content`", "`tools`", "`mood`"]
+    # Reasoning reaches a template under the name that it knows; without a name, an answer of reasoning alone is lost.
+    message = "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
+    thinking = with_template(tokenizer, HEADER + message + END + PROMPT)
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        only = Conversation("", parse_messages([user, {"role": "assistant", "content": "", name: "Hm."}], "", ""))
+        assert spans(thinking, only) == [["<think>Hm.</think><|im_end|>"]]
+        with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
+            encode(tokenizer, [only])

@@ -1,13 +1,15 @@
+from datetime import datetime
+
 import numpy as np
 import pytest
 from number_words import number_words
 from published_templates import with_template
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
+from odc_mpi.data.chat.templates import ChatRenderer, fix_time
 from odc_mpi.data.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
-from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -45,12 +47,6 @@ def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer):
     silent = [{"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
     [[encoded]] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
     assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
-
-
-def test_arguments_that_json_does_not_have(tokenizer):
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": b""}}}]}
-    with pytest.raises(InvalidRecordError, match=r"^here: expected arguments of tool calls in JSON, got .*bytes"):
-        encode(tokenizer, [Conversation("here", [CHAT[1], call])])
 
 
 def test_a_prompt_without_a_message_is_refused(tokenizer):
@@ -138,3 +134,19 @@ def test_bos_and_eos_are_not_added_to_texts_that_have_them():
     assert prompts == [[59, 1, 2]] * 2, "as in training"
     [[pair]] = encode(found, [PromptCompletion("", "59 1", "2 60")])
     assert (pair.tokens.tolist(), pair.loss_mask.tolist()) == ([59, 1, 2, 60], [False, False, True, True])
+
+
+def test_prompts_may_have_the_date_of_another_day():
+    """Templates write `strftime_now`, such as Llama 3.1's, which transformers' `apply_chat_template` sets to today."""
+    body = "{%- set day = strftime_now('%-d %m') %}\n{{ day }} {{ messages[0].content }}"
+    chat, today = Conversation("", [{"role": "user", "content": "7"}]), datetime.now().strftime("%-d %m")
+    for begin in ("", "\n\n", "  {% if true %} 9\n  {% endif %}\n", "{# %b #}"):
+        for named in (False, True):
+            found, template = number_words(end=60), begin + body
+            found.chat_template = {"default": template, "tool_use": "{{ none }}"} if named else template
+            of_today = ChatRenderer(found).render_prompt(chat)
+            fix_time(found, "2024-12-01T23:59:59")
+            assert ChatRenderer(found).render_prompt(chat) == of_today.replace(f"{today} 7", "1 12 7") != of_today
+    assert found.decode(encode_prompts(found, [chat])[0]) == "1 12 7"
+    fix_time(without := number_words(end=60), "2024-12-01T23:59:59")
+    assert without.chat_template is None

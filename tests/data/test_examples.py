@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from odc_mpi.data.examples import Conversation
+from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
-from odc_mpi.data.records.parse import parse_example
+from odc_mpi.data.records.parse import parse_example, parse_prompt
+from odc_mpi.data.records.schema import ignored_fields
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -86,8 +87,8 @@ def test_roles():
     ("record", "words"),
     [
         ({"conversations": [{"from": "human"}]}, "expected the field 'content'"),
-        ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0 or 1, got 0.5"),
-        ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be false or true, got 'no'"),
+        ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0, 1, false or true, got 0.5"),
+        ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be 0, 1, false or true, got 'no'"),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "expected JSON text in a 'function_call'"),
         ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "an object with 'name', got"),
         ({"instruction": "x", "output": 3}, "expected 'output' to be a string"),
@@ -101,3 +102,119 @@ def test_bad_records(record, words):
     with pytest.raises(InvalidRecordError, match=words) as caught:
         parse_example(record, "here")
     assert str(caught.value).startswith("here: ")
+
+
+def call(**function):
+    calls = [{"function": function}]
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+def test_calls_of_functions():
+    """Arguments are an object, its JSON text or empty; calls may be in `function_call`, without `function`, or text."""
+    expected = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    for given in ({"a": None}, '{"a": null}'):
+        function = {"name": "f", "arguments": given}
+        for calls in ([{"function": function}], [function], json.dumps([function]), {"function": function}):
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+            assert parse_chat({"messages": messages}).messages[1]["tool_calls"] == [expected]
+        messages[1] = {"role": "assistant", "content": "Now.", "function_call": function, "tool_calls": None}
+        chat = parse_chat({"messages": messages})
+        assert chat.messages[1] == {"role": "assistant", "content": "Now.", "tool_calls": [expected]}
+    for empty in (
+        {"arguments": ""},
+        {"arguments": " "},
+        {"arguments": None},
+        {"arguments": {}},
+        {"arguments": "{}"},
+        {},
+    ):
+        [found] = parse_chat({"messages": call(name="f", **empty)}).messages[1]["tool_calls"]
+        assert found["function"] == {"name": "f", "arguments": {}}
+    for nothing in ([], None, "", "[]"):
+        messages = [CHAT[0], CHAT[1] | {"tool_calls": nothing, "function_call": None}]
+        assert parse_chat({"messages": messages}).messages == CHAT
+    identified = {"id": "c1", "name": "f", "arguments": {}}
+    messages = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [identified]}]
+    [found] = parse_chat({"messages": messages}).messages[1]["tool_calls"]
+    assert found == {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(
+            {"arguments": each}
+            for each in ("[1]", "{city: Bern}", "1", '"{}"', [1], 3, {"a": float("nan")}, {"a": b""})
+        ),
+        {"parameters": {"a": 1}},
+    ],
+)
+def test_arguments_that_are_no_object(function):
+    with pytest.raises(InvalidRecordError, match=r"^here: expected (the arguments of 'f'|'name' and 'arguments')"):
+        parse_chat({"messages": call(name="f", **function)})
+
+
+def test_refusals_and_reasoning():
+    refused = parse_chat({"messages": [CHAT[0], {"role": "assistant", "content": None, "refusal": "No."}]})
+    assert refused.messages[1] == {"role": "assistant", "content": "No."} and refused.has_loss
+    thought = parse_chat({"messages": [CHAT[0], CHAT[1] | {"thinking": "Hm.", "reasoning": ""}]})
+    assert thought.messages[1] == CHAT[1] | {"reasoning_content": "Hm."}
+    for extra, words in (
+        ({"refusal": "No."}, "'content' or 'refusal' in a message, got both"),
+        ({"thinking": "a", "reasoning": "b"}, "one reasoning of a message, got several"),
+        ({"thinking": ["a"]}, "'thinking' to be a string"),
+    ):
+        with pytest.raises(InvalidRecordError, match=words):
+            parse_chat({"messages": [CHAT[0], CHAT[1] | extra]})
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "training", "loss", "loss_scale", "loss_mask"])
+def test_all_names_of_flags_keep_answers_out_of_the_loss(name):
+    for value in (0, False, 0.0):
+        chat = parse_chat({"messages": [*CHAT, CHAT[0], CHAT[1] | {name: value}]})
+        assert chat.messages == [*CHAT, *CHAT] and chat.context == {3}
+    with pytest.raises(InvalidRecordError, match=f"'{name}' to be 0, 1, false or true"):
+        parse_chat({"messages": [CHAT[0], CHAT[1] | {name: 0.5}]})
+    assert parse_chat({"messages": [CHAT[0] | {name: True}, CHAT[1]]}).ignored
+    for value in (False, [0, 1], "0"):
+        with pytest.raises(InvalidRecordError, match=f"got the field '{name}', which restricts the loss"):
+            parse_example({"prompt": "x", "completion": "y", name: value}, "here")
+
+
+def test_earlier_turns_system_and_tools_beside_texts():
+    earlier, both = [["Why?", "So."]], [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    alpaca = {"instruction": "Hi", "input": "", "output": "Hello"}
+    for history in (earlier, json.dumps(earlier), both):
+        chat = parse_chat(alpaca | {"history": history, "system": "Be brief."})
+        assert chat.messages == [SYSTEM, *both, *CHAT] and chat.context == set()
+    assert parse_chat(alpaca | {"history": []}).messages == CHAT
+    texts = {"prompt": "Hi", "completion": "Hello"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = parse_chat(texts | {"system": "Be brief.", "history": earlier, "tools": tools})
+    assert chat.messages == [SYSTEM, *both, *CHAT] and chat.tools == tools
+    assert parse_prompt({"prompt": "Hi", "system": "Be brief."}, "here").messages == [SYSTEM, CHAT[0]]
+    assert isinstance(parse_example(texts | {"system": None, "tools": None}, "here"), PromptCompletion)
+    for bad in ("[", [["a"]], [["a", 1]], {"a": 1}, 3):
+        with pytest.raises(InvalidRecordError, match="'history' to be a list"):
+            parse_example(alpaca | {"history": bad}, "here")
+    with pytest.raises(InvalidRecordError, match=r"expected 'messages', or .* beside 'system', got 'text'"):
+        parse_example({"text": "x", "system": "y"}, "here")
+    assert parse_chat({"messages": [SYSTEM, *CHAT], "system": "Other."}).ignored
+
+
+QUESTION = {"prompt": "question", "completion": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "ignored"),
+    [
+        ({"text": "a", "topic": "b", "id": 3, "source": "c", "empty": "", "none": None}, {}, ["topic"]),
+        ({"messages": CHAT, "text": "a", "system": "b", "input": "c"}, {}, ["text", "input"]),
+        ({"instruction": "a", "input": "b", "output": "c", "text": "d"}, {}, ["text"]),
+        ({"question": "a", "answer": "b", "topic": "c", "prompt": "d"}, QUESTION, ["topic", "prompt"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "messages": CHAT, "score": 1}, {}, ["messages", "score"]),
+        ({"q": "a", "completion": "b", "history": [["c", "d"]]}, {"prompt": "q"}, []),
+    ],
+)
+def test_fields_that_are_not_used(record, columns, ignored):
+    assert ignored_fields(record, columns) == ignored

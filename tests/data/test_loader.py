@@ -117,6 +117,28 @@ def test_resumes_with_the_same_continuation(dataset, steps):
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
+@pytest.mark.parametrize("sizes", [[8], [8, 3], [3, 20], [53, 7], [7, 60, 4], [10, 1]], ids=str)
+@pytest.mark.parametrize("num_epochs", [0.5, 1, 2, 2.25])
+def test_epochs_are_counted_in_sequences_whatever_the_sizes_of_minibatches(dataset, sizes, num_epochs):
+    """A run is resumed after every two minibatches with another size, and in the end not interrupted."""
+    state, seen = {"data_epoch": 0, "position": 0}, []
+    for number, size in enumerate(sizes * 2):
+        draw = loader(dataset, minibatch_sequences=size)
+        draw.load_state_dict(state)
+        num_steps = draw.num_steps_to(num_epochs)
+        foreseen = [draw.num_epochs(step) for step in range(num_steps + 1)]
+        assert foreseen[0] == pytest.approx(len(seen) / 53)
+        is_last = number == 2 * len(sizes) - 1
+        for step, minibatch in enumerate(islice(draw, num_steps if is_last else min(2, num_steps)), 1):
+            seen += minibatch.indices.tolist()
+            assert draw.num_epochs() == foreseen[step] == pytest.approx(len(seen) / 53)
+        state = draw.state_dict()
+    needed = round(num_epochs * 53)
+    assert needed <= len(seen) < needed + max(sizes) and draw.num_steps_to(num_epochs) == 0
+    for epoch in range(int(num_epochs)):
+        assert sorted(seen[53 * epoch : 53 * (epoch + 1)]) == list(range(53))
+
+
 @pytest.mark.parametrize(("data_epoch", "position"), [(0, 53), (0, -1), (-1, 0)])
 def test_refuses_the_state_of_another_data_set(dataset, data_epoch, position):
     with pytest.raises(UserError, match=r"position from 0 to 52 .* set data\.path"):

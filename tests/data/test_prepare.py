@@ -93,15 +93,15 @@ def test_truncation_is_counted(stdlib_report, tmp_path):
     assert (dropped.num_sequences, dropped.num_truncated, dropped.num_dropped, dropped.longest) == (2, 0, 3, 10)
     assert "3 dropped: longer than --max-length (48 tokens lost)" in dropped.describe()
     report = prepare(source, tmp_path / "a.h5", **options)
-    assert (report.num_sequences, report.num_truncated, report.num_dropped) == (4, 2, 0)
-    assert report.num_untrained_dropped == 1, "cut in the prompt"
+    assert (report.num_sequences, report.num_truncated) == (4, 2)
+    assert (report.num_dropped, report.num_untrained_dropped) == (1, 0), "cut in the prompt"
     assert (report.longest, report.num_tokens) == (10, 36)
     with Dataset(report.path) as dataset:
         assert dataset.lengths.tolist() == [6, 10, 10, 10]
         complete, truncated = dataset[1], dataset[3]
         assert (complete[0][:9] == truncated[0][:9]).all() and complete[0][9] != truncated[0][9]
         assert truncated[1].tolist() == [False] * 2 + [True] * 8
-    assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: no loss" in report.describe()
+    assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: longer than" in report.describe()
 
 
 def test_plain_texts_can_be_split(stdlib_report, tmp_path):
@@ -159,6 +159,9 @@ def test_nothing_left(stdlib_report, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", *pairs(10, 11))
     message = refused(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=9, overlong="drop")
     assert "2 longer" in message and "--max-length (now 9)" in message
+    prompts = write_lines(tmp_path / "a.jsonl", *({"prompt": "a" * 20, "completion": "b"} for _ in range(3)))
+    message = refused(prompts, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=16)
+    assert "(3 longer than the maximum, 0 without loss tokens" in message
     write_lines(source := tmp_path / "a.jsonl", {"messages": [{"role": "Assistant", "content": "x"}]})
     message = refused(str(source), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
     assert "1 without loss tokens, which are those of completions and of messages of the role assistant" in message

@@ -29,6 +29,12 @@ RUNS = {
     "2,1": [SETTINGS[-1]],
     "1,2": ["balance=dynamic"],
 }
+#: Ranks of each host on which islands of two and of three ranks are not aligned with hosts: one of them spans both.
+UNALIGNED = "1,5"
+#: With these settings, islands that train separately take the same steps as islands that share a model.
+SGD = "optim.optimizer=sgd optim.learning_rate=0.5 optim.max_grad_norm=0 run.steps=3"
+OUTER = "islands.mode=outer islands.sync_every=1 islands.outer_learning_rate=1 islands.outer_momentum=0"
+ISLANDS = [f"islands.by={by} {mode} {SGD}" for mode in ("islands.mode=hybrid", OUTER) for by in (1, 2, 3)]
 #: Seconds of a run. A wait that hangs names itself; four ranks on two busy cores took up to 45 s.
 LIMIT_S = 60
 #: One rank: trains by each configuration, into its own directory.
@@ -46,39 +52,43 @@ with World(timeout_s=60) as world:
 
 
 def in_sections(settings):
-    """Arguments of `odc-mpi train` for settings without their sections."""
+    """Arguments of `odc-mpi train` for settings, of data and comm without their sections."""
     of_data = ("balance", "context_parallel", "max_tokens_per_microbatch")
     for name, value in (setting.split("=") for setting in settings.split()):
-        yield from (f"--{'data' if name in of_data else 'comm'}.{name}", value)
+        section = "" if "." in name else "data." if name in of_data else "comm."
+        yield from (f"--{section}{name}", value)
+
+
+def job_of(data, top, all_settings):
+    """Arguments of python for a job that trains with each of some settings, and the directories of these runs."""
+    (top / "job.py").write_text(JOB)
+    directories = {settings: top / str(number) for number, settings in enumerate(all_settings)}
+    runs = {str(place): [*in_sections(settings), "--comm.timeout_s", "60"] for settings, place in directories.items()}
+    return [top / "job.py", write_config(data, top), json.dumps(runs)], directories
 
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """The losses of one process."""
-    directory = tmp_path_factory.mktemp("alone")
-    done = launch_here(0, "-m", "odc_mpi", "train", "--config", write_config(data, directory))
+    """The losses of one process, by its settings."""
+    job, directories = job_of(data, tmp_path_factory.mktemp("alone"), ["", SGD])
+    done = launch_here(0, *job)
     assert done.code == 0, done.err
-    return losses(directory / "run")
+    return {settings: losses(place) for settings, place in directories.items()}
 
 
 @pytest.fixture(scope="module")
 def run_dir(data, tmp_path_factory):
     """A function that returns where a run of some settings is, once it and those that share its job have ended."""
-    top = tmp_path_factory.mktemp("two_hosts")
-    (top / "job.py").write_text(JOB)
-    config = write_config(data, top)
 
     @cache
     def finished(ranks_per_host):
-        directories = {settings: str(top / f"{ranks_per_host}-{i}") for i, settings in enumerate(RUNS[ranks_per_host])}
-        runs = {directory: [*in_sections(settings)] for settings, directory in directories.items()}
-        runs = {directory: [*words, "--comm.timeout_s", "60"] for directory, words in runs.items()}
-        done = launch(ranks_per_host, top / "job.py", config, json.dumps(runs), timeout_s=LIMIT_S * len(runs))
-        return done, directories
+        all_settings = {**RUNS, UNALIGNED: ISLANDS}[ranks_per_host]
+        job, directories = job_of(data, tmp_path_factory.mktemp("two_hosts"), all_settings)
+        return launch(ranks_per_host, *job, timeout_s=LIMIT_S * len(directories)), directories
 
     def run_dir_and_output(ranks_per_host, settings):
         done, directories = finished(ranks_per_host)
-        place = top / directories[settings]
+        place = directories[settings]
         assert (place / "summary.json").exists() and done.code == 0, done.err
         return place, done.out
 
@@ -98,8 +108,19 @@ def test_losses_are_those_of_one_process(run_dir, alone, ranks_per_host, setting
     assert summary["ranks_per_node"] == (counts if len(counts) == 2 else 2 * counts)
     for name, value in (setting.split("=") for setting in settings.split()):
         assert str(summary.get(name, value)) == value
-    assert losses(place) == pytest.approx(alone, rel=1e-5)
+    assert losses(place) == pytest.approx(alone[""], rel=1e-5)
     if CHUNKS in settings:
         assert "too long for an even share" in output
         steps = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
         assert sum(step["num_cut_sequences"] for step in steps) >= 8
+
+
+@pytest.mark.timeout(60 + LIMIT_S * len(ISLANDS))
+def test_islands_that_are_not_aligned_with_hosts_train_as_one_process_does(run_dir, alone):
+    wanted = alone[SGD]
+    assert wanted[-1] < wanted[0] - 0.1
+    for settings in ISLANDS:
+        place, _ = run_dir(UNALIGNED, settings)
+        summary = json.loads((place / "summary.json").read_text())
+        assert (summary["ranks_per_node"], f"islands.by={6 // summary['num_islands']}") == ([1, 5], settings.split()[0])
+        assert losses(place) == pytest.approx(wanted, rel=1e-5), settings

@@ -1,4 +1,4 @@
-"""Ranks of one host that `World` finds on several nodes: two on each, or fewer on the last."""
+"""Ranks of one host that `World` finds on several nodes: two or three on each, or fewer on the last."""
 
 from mpi4py import MPI
 
@@ -10,8 +10,24 @@ class _Pairs(MPI.Intracomm):
         return self.Split(self.rank // 2)
 
 
+class _Threes(MPI.Intracomm):
+    """The node of a rank does not depend on the communicator."""
+
+    def Split_type(self, kind, key=0, info=None):  # noqa: N802
+        return self.Split(MPI.COMM_WORLD.rank // 3)
+
+
 def on_pretended_nodes(world):
     """The same ranks as a world of nodes of two ranks, which closes with `world`. Collective."""
     nodes = World(_Pairs(world.comm), job=world.job)
+    world.on_close(nodes.close)
+    return nodes
+
+
+def on_nodes_of_three(world, monkeypatch):
+    """The same ranks as a world of nodes of three ranks; so are worlds that split it. Collective."""
+    find_ranks = World._find_ranks
+    monkeypatch.setattr(World, "_find_ranks", lambda self, comm: find_ranks(self, _Threes(comm)))
+    nodes = World(world.comm, job=world.job)
     world.on_close(nodes.close)
     return nodes

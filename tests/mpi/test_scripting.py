@@ -31,6 +31,25 @@ def test_a_script_prepares_and_trains(world, base):
     assert again.elapsed_s is None and again.num_sequences == report.num_sequences
 
 
+def test_all_ranks_get_the_summary_of_rank_0(world, base, dataset_path):
+    """Of a new run, of one that resumes, of a complete one, and of one that begins with the checkpoint of another."""
+    settings = asdict(configure(dataset_path))
+
+    def train(name, steps, **changes):
+        run = {"dir": base / name, "steps": steps, "threads": 1, "checkpoint_every": 2, **changes}
+        result = odc_mpi.train(**settings | {"run": run}, world=world)
+        assert world.gather_objects((result.summary, result.losses)) == [(result.summary, result.losses)] * world.size
+        return result
+
+    new, resumed, complete = train("a", 2), train("a", 5), train("a", 5)
+    assert [each.summary["steps"] for each in (new, resumed, complete)] == [2, 5, 5]
+    assert resumed.summary == json.loads((base / "a" / "summary.json").read_text())
+    assert complete.summary.keys() == {"steps"}
+    assert len(resumed.losses) == 5 and new.losses == resumed.losses[:2] and complete.losses == resumed.losses
+    other = train("b", 5, resume=str(base / "a" / "checkpoints" / f"step_{4:08}"))
+    assert other.summary["steps"] == 1 and other.losses == pytest.approx(resumed.losses[4:])
+
+
 def test_the_losses_are_those_of_the_command(world, base, dataset_path):
     config = configure(dataset_path, **{"run.dir": base / "command"})
     lines, _ = train_to_the_end(config, world)

@@ -34,7 +34,7 @@ def test_a_step(monkeypatch):
     monkeypatch.setattr(timing.torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(timing.torch.cuda, "max_memory_allocated", lambda device: 7)
     metrics = ThroughputMetrics(
-        4, torch.device("cuda"), steps_per_epoch=8, flops=CostModel(linear=3e12, quadratic=1e12)
+        4, torch.device("cuda"), num_epochs=lambda: 0.75, flops=CostModel(linear=3e12, quadratic=1e12)
     )
     host, device = metrics.local_values()
     assert host > 1e7 and device == 7
@@ -52,7 +52,7 @@ def test_a_step(monkeypatch):
 
 
 def test_without_a_gpu_and_before_the_first_step():
-    metrics = ThroughputMetrics(1, torch.device("cpu"), steps_per_epoch=8, flops=CostModel())
+    metrics = ThroughputMetrics(1, torch.device("cpu"), num_epochs=lambda: 0.0, flops=CostModel())
     assert metrics._flops is None and metrics.local_values()[1] == 0
     nothing, evaluated = {"step": 0}, {"step": 0, "eval_loss": 1.0}
     metrics.on_train_begin(0, nothing)

@@ -281,6 +281,21 @@ def test_a_run_with_rewards(run):
     extract_plots(page)
 
 
+def test_completions_of_all_characters(run):
+    """Line separators within a text are not ends of lines; what a page cannot contain is escaped."""
+    line = json.dumps(step(1, reward=1.0)) + "\n"
+    (run / "metrics.jsonl").write_text(line)
+    text = "a\u2028b\x85c\x1cd\x00e\x0cf\ud800g\U0001f600\r\n\t<b>"
+    logged = {"step": 1, "prompt": "p", "reward": 1.0, "rewards": {}}
+    raw = (json.dumps(logged | {"completion": text.replace("\ud800", "")}, ensure_ascii=False) + "\n").encode()
+    escaped = (json.dumps(logged | {"completion": text}) + "\n").encode()
+    (run / "completions.jsonl").write_bytes(raw + escaped + raw.replace(b"c", b"\xff"))
+    page = written(run)
+    shown = "a\u2028b\\x85c\\x1cd\\x00e\\x0cf\\ud800g\U0001f600\\x0d\n\t&lt;b&gt;"
+    assert shown in page and shown.replace("\\ud800", "") in page
+    extract_plots(page)
+
+
 @pytest.mark.parametrize(
     ("objective", "title", "names"),
     [
@@ -491,6 +506,9 @@ def test_other_user_errors(run, tmp_path, capsys):
     assert "loss, gantt, time, lengths" in user_error(capsys, "report", run, "--picture", "gant")
     assert "ends in .svg" in user_error(capsys, "report", run, "--picture", "gantt", "--out", tmp_path / "a.png")
     assert "ends in .html" in user_error(capsys, "report", run, "--out", tmp_path / "a.svg")
+    before = (run / "metrics.jsonl").read_bytes()
+    assert "to replace" in user_error(capsys, "report", run, "--out", run / "metrics.jsonl")
+    assert (run / "metrics.jsonl").read_bytes() == before
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
     assert "--out" in user_error(capsys, "report", run, "--out", tmp_path / "nowhere" / "a.html")

@@ -1,16 +1,25 @@
 """Rewards are TRL's: arguments and results of the functions, their outcome, and one line for any error."""
 
+import asyncio
 import contextlib
 import math
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.rewards import GroupRewards, RewardFunction, compute_rewards, load_reward_functions
+from odc_mpi.rollout.rewards import (
+    GroupRewards,
+    RewardFunction,
+    check_arguments,
+    compute_rewards,
+    load_reward_functions,
+)
 
 TEXTS = ["12", " 13 ", "the answer is 1,300.0", "#### 4 and\n#### 13"]
 
@@ -20,12 +29,14 @@ def arguments(**columns):
     return {"prompts": ["p"] * 4, "completions": TEXTS, "completion_ids": [[1], [1, 2], [1] * 3, [1] * 4], **lists}
 
 
-def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
+def as_rewards(*functions, weights=None):
     weights = weights or [1.0] * len(functions)
-    rewards = [
-        RewardFunction(function.__name__, f"mine.py:{function.__name__}", function, weight)
-        for function, weight in zip(functions, weights, strict=True)
-    ]
+    names = [getattr(function, "__name__", "Judge") for function in functions]
+    return [RewardFunction(n, f"mine.py:{n}", *each) for n, *each in zip(names, functions, weights, strict=True)]
+
+
+def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
+    rewards = as_rewards(*functions, weights=weights)
     return compute_rewards(rewards, arguments(**columns), 7, 3, timeout_s=timeout_s, skip=skip)
 
 
@@ -95,6 +106,24 @@ def catches_all(completions):
     return [1.0] * 4
 
 
+async def waits_forever(completions):
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(9)
+    await asyncio.sleep(9)
+
+
+async def blocks(completions):
+    time.sleep(0.3)
+
+
+async def exits(completions):
+    sys.exit("no model")
+
+
+async def one_reward(completions):
+    return [1.0]
+
+
 @pytest.mark.parametrize(
     ("function", "words", "num_failed"),
     [
@@ -103,11 +132,15 @@ def catches_all(completions):
         (tries_again, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
         (catches_all, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
         (lambda completions: sys.exit("no model"), "it raised SystemExit: no model", 4),
+        (waits_forever, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
+        (exits, "it raised SystemExit: no model", 4),
+        (one_reward, "expected 4 rewards, one for each completion, got 1", 4),
         (lambda completions: [1.0], "expected 4 rewards, one for each completion, got 1", 4),
         (lambda completions: [1.0, math.nan, 3.0, "much"], "got nan for completion 1", 2),
         (lambda completions: 3, "expected a list of 4 numbers, got int", 4),
         (lambda completions: torch.tensor(1.0), "expected a list of 4 numbers, got Tensor", 4),
         (lambda completions: dict.fromkeys(completions, 1.0), "expected a list of 4 numbers, got dict", 4),
+        (blocks, "it did not return within rl.reward_timeout_s, 0.2 s", 4),  # last, because it blocks the event loop
     ],
 )
 def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed, capfd):
@@ -119,6 +152,83 @@ def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed,
     assert found.num_failed == np.isnan(found.rewards).sum() == num_failed
     assert "WARNING: reward function mine.py" in capfd.readouterr().err
     assert found.advantages(scaled=True)[np.isnan(found.rewards)].tolist() == [0] * num_failed
+
+
+def test_asynchronous_functions_run_at_the_same_time_in_one_event_loop():
+    """Like those of TRL; also methods."""
+    loops, turns = [], []
+
+    async def judge(completions, answer, **columns):
+        loops.append(asyncio.get_running_loop())
+        turns.append(answer[0])
+        while len(turns) % 2:  # until the other function has begun
+            await asyncio.sleep(0.001)
+        return [float(len(text)) for text in completions]
+
+    class Judge:
+        async def __call__(self, completions, **columns):
+            return await judge(completions, ["b"])
+
+    for call in (1, 2):
+        found = scored(judge, lambda completions: [None, 1, 1, 1], Judge(), weights=[1.0, 100.0, 10.0], answer="a")
+        assert found.rewards.tolist() == [11 * len(TEXTS[0]), *(100 + 11 * len(text) for text in TEXTS[1:])]
+        assert sorted(turns) == ["a"] * call + ["b"] * call
+    assert len(set(loops)) == 1
+
+
+def test_one_asynchronous_function_that_hangs_is_named():
+    async def is_fast(completions):
+        return [1.0] * 4
+
+    with pytest.raises(UserError, match=r"mine.py:waits_forever, prompt 7"):
+        scored(is_fast, waits_forever, is_fast, timeout_s=0.2)
+
+
+def test_a_notebook_has_an_event_loop_of_its_own():
+    async def cell():
+        return scored(one_reward, skip=True), scored(is_even)
+
+    async def is_even(completion_ids):
+        assert threading.current_thread() is not threading.main_thread()
+        return [len(tokens) % 2 == 0 for tokens in completion_ids]
+
+    failed, found = asyncio.run(cell())
+    assert failed.num_failed == 4 and found.rewards.tolist() == [0, 1, 0, 1]
+
+
+def judged_by_position(completions, /):
+    return []
+
+
+def judged_in_training(completions, answer, *rest, trainer_state, **columns):
+    return []
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "words"),
+    [
+        (
+            judged_in_training,
+            {"answer": None, "n": None},
+            "missing .*'trainer_state': .*completion_ids and .* data.path .answer, n.",
+        ),
+        (
+            judged_in_training,
+            {"trainer_state": None},
+            "missing .*'answer': .* .trainer_state.",
+        ),
+        (judged_by_position, {}, "'completions'.* positional.only"),
+        (one_reward, {}, None),
+        (lambda prompts, completion_ids, n=3, *rest, log_extra=None, **columns: [], {}, None),
+        (max, {}, None),  # without a signature
+    ],
+)
+def test_arguments_that_do_not_exist_are_reported(function, columns, words):
+    if words is None:
+        check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
+    else:
+        with pytest.raises(UserError, match=f"rl.reward_funcs: mine.py:{function.__name__}: {words}"):
+            check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
 
 
 @pytest.mark.parametrize("scaled", [True, False])

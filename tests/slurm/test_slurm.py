@@ -67,8 +67,10 @@ def within(place):
 
 
 def stage(place):
-    """Train in one process on a data set that is copied to the node."""
-    return place.train("train", "--run.dir", "single", STAGE=SCRATCH, DATA=place.data)
+    """Train in one process on a data set that is copied to the node, as where sbatch passes on only what it is told."""
+    return place.train(
+        "train", "--run.dir", "single", options=["--export=STAGE,DATA,PATH"], STAGE=SCRATCH, DATA=place.data
+    )
 
 
 def send_stop(place, job, run):

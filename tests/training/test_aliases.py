@@ -93,6 +93,8 @@ def test_the_later_of_steps_and_epochs_wins(order):
         ("run.gradient_accumulation_steps 4", "set data.minibatch_sequences"),
         ("fsdp_config.x 1", "always sharded"),
         ("training.steps 4", "did you mean run.steps?"),
+        ("label_smoothing_factor 0.1", "label_smoothing_factor: not supported"),
+        ("neftune_noise_alpha 5", "neftune_noise_alpha: not supported"),
         ("rundir x", "did you mean run.dir?"),
         # torchtitan
         ("training.num_tokens_per_train_step 4096", "set data.minibatch_sequences"),

@@ -20,6 +20,7 @@ from odc_mpi.training.settings import (
     ModelConfig,
     OptimConfig,
     RunConfig,
+    all_settings,
     describe,
     dump,
     help_text,
@@ -121,9 +122,6 @@ def test_null_takes_a_setting_back(write):
         ("comm.timeout_s", "5", 5.0),
         ("comm.parameter_cache_bytes", "auto", "auto"),
         ("comm.parameter_cache_bytes", "0", 0),
-        ("comm.parameter_cache_bytes", "4096", 4096),
-        ("comm.parameter_cache_bytes", "512M", 512 << 20),
-        ("comm.parameter_cache_bytes", "2g", 2 << 30),
         ("run.report_to", "wandb", ["wandb"]),
         ("run.report_to", "[mlflow, trackio]", ["mlflow", "trackio"]),
         ("run.report_to", "null", None),
@@ -136,6 +134,24 @@ def test_values_however_written(write, setting, text, value):
         found = getattr(getattr(config, section), name)
         assert (found, type(found)) == (value, type(value))
         assert load(write(dump(config))) == config
+
+
+SIZES = [name for name in all_settings() if name.endswith("_bytes")]
+
+
+@pytest.mark.parametrize("setting", SIZES)
+def test_every_size_takes_the_same_forms(write, setting):
+    objective = GRPO if setting.startswith("rl.") else ()
+    needed = ("--model.path=m", "--data.path=p.jsonl" if objective else "--data.path=d.h5", *objective)
+    section, _, name = setting.partition(".")
+    for text, value in (("4096", 4096), ("'4096'", 4096), ("0x1F", 31), ("512M", 512 << 20), ("2g", 2 << 30)):
+        from_file = load(write(f"{section}: {{{name}: {text}}}\n"), needed)
+        for config in (from_file, load(None, [*needed, f"--{setting}", text])):
+            found = getattr(getattr(config, section), name)
+            assert (found, type(found)) == (value, int)
+            assert load(write(dump(config))) == config
+    for text in ("64MB", "-1", "1.5", "true", "[1]"):
+        assert "a size such as 512M" in message(write(f"{section}: {{{name}: {text}}}\n"), *needed)
 
 
 def test_zero_is_allowed_where_it_has_a_meaning(write):
@@ -156,7 +172,7 @@ def _bomb(form: str) -> str:
     return "\n".join(["b0: &b0 {a: 1}", *lines])
 
 
-SIZE = "expected auto or a size such as 512M or 0"
+SIZE = "expected auto or a size such as 512M"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +190,10 @@ SIZE = "expected auto or a size such as 512M or 0"
         *(
             (f"comm: {{gradient_cache_bytes: {got}}}", f"comm.gradient_cache_bytes: {SIZE}, got {got}")
             for got in ("-1", "1.5", "true", '"-512M"', '"512MB"', '"much"', '""', "[1]")
+        ),
+        *(
+            (f"comm: {{mailbox_bytes: {got}}}", "comm.mailbox_bytes: expected a size such as 512M, 1 or more, got 0")
+            for got in ("0", "0K")
         ),
         ("run: {steps: -1}", "run.steps: expected an integer, 0 or more, got -1"),
         ("run: {dir: 3}", "run.dir: expected text, got 3 (put it in quotes)"),
@@ -286,7 +306,7 @@ def test_files_that_are_not_yaml(write, text, line, reason):
         (["--run.steps="], 'command line: run.steps: expected an integer, got ""'),
         (["--run.steps", "many"], 'command line: run.steps: expected an integer, got "many"'),
         (["--run.steps", "[1"], 'command line: run.steps: expected an integer, got "[1"'),
-        (["--comm.parameter_cache_bytes", "-5"], f'command line: comm.parameter_cache_bytes: {SIZE}, got "-5"'),
+        (["--comm.parameter_cache_bytes", "-5"], f'command line: comm.parameter_cache_bytes: {SIZE}, got -5'),
         (["run.steps", "3"], 'command line: expected --section.key value, got "run.steps"'),
         (["--run.steps", "3", "--=1"], 'command line: expected --section.key value, got "--=1"'),
         (["--", "3"], 'command line: expected --section.key value, got "--"'),
@@ -413,3 +433,17 @@ def test_the_learning_rate_depends_on_the_objective(write, arguments, expected):
 def test_gradient_checkpointing_on_gpus(write, device, expected):
     assert with_device(load(write(MINIMAL)), device).model.gradient_checkpointing is expected
     assert with_device(load(write(MINIMAL), ["--lora_r", "8"]), device).model.gradient_checkpointing is False
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {path: ~/m}\ndata: {path: ~/d, eval_path: ~/e}\nrun: {objective: grpo, dir: ~/r, log_dir: ~/l}\n"
+        "rl: {reward_funcs: ['~/f.py:f', length], tokenizer: ~/t}\n"
+    )
+    config = load(path, ["--run.resume=~/s"])
+    named = (config.model.path, config.data.path, config.data.eval_path, config.run.dir, config.run.log_dir)
+    assert named == tuple(f"/home/me/{name}" for name in "mderl")
+    assert (config.run.resume, config.rl.tokenizer) == ("/home/me/s", "/home/me/t")
+    assert config.rl.reward_funcs == ["/home/me/f.py:f", "length"]

@@ -1,9 +1,9 @@
 """`odc-mpi checkpoint`: list, verify and inspect checkpoints, in a single process."""
 
 import argparse
-from pathlib import Path
 
 from odc_mpi.cli.model.export import DIRECTORY_HELP
+from odc_mpi.cli.options import as_path
 
 HELP = "list, verify and inspect checkpoints"
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, help_text in _ACTIONS.items():
         action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
-        action.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
+        action.add_argument("directory", metavar="DIR", type=as_path, help=DIRECTORY_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:

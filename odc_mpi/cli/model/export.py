@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.options import BASE_HELP, output
+from odc_mpi.cli.options import BASE_HELP, as_path, output
 
 HELP = "write the model as a Hugging Face directory with safetensors, adapters in the format of peft"
 DIRECTORY_HELP = "run directory, its checkpoints or one of them"
@@ -12,13 +12,13 @@ DIRECTORY_HELP = "run directory, its checkpoints or one of them"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi export`."""
     parser.description = HELP
-    parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
+    parser.add_argument("directory", metavar="DIR", type=as_path, help=DIRECTORY_HELP)
     parser.add_argument("--out", type=output, required=True, metavar="NEW_DIR", help="directory to create")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: model.param_dtype; float32 for adapters"
     )
     parser.add_argument("--merge", action="store_true", help="adapters: write the merged, full model")
-    parser.add_argument("--base", metavar="BASE", type=Path, help=BASE_HELP)
+    parser.add_argument("--base", metavar="BASE", type=as_path, help=BASE_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,10 +3,9 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int, utf8
+from odc_mpi.cli.options import BASE_HELP, as_path, attention_name, positive_int, utf8
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
 
@@ -21,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", type=utf8, action="append", metavar="TEXT", help="question to answer; give it again for more"
     )
-    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or Parquet: a prompt or messages per row")
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="JSONL file to write; default: print the text")
+    parser.add_argument("--prompts", metavar="FILE", type=as_path, help="JSONL or Parquet: prompt or messages per row")
+    parser.add_argument("--out", type=as_path, metavar="FILE.jsonl", help="JSONL to write; default: print the text")
     parser.add_argument(
         "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
     )
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Add the options shared by `generate` and `chat`. `max_new_tokens` is the default of `--max-new-tokens`."""
     help_text = "run, checkpoint, Hugging Face or peft directory, or name on the hub"
-    parser.add_argument("source", metavar="SOURCE", type=Path, help=help_text)
+    parser.add_argument("source", metavar="SOURCE", type=as_path, help=help_text)
     parser.add_argument("--step", metavar="N", help="checkpoint of a run: its step, or best; default: the newest")
     length = f"default: {max_new_tokens}"
     parser.add_argument("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=length)
@@ -39,9 +38,12 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus threshold in (0, 1]; default: 1")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="sampling seed; default: 0")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="directory, data set, or name on the hub; default: that of SOURCE"
+        "--tokenizer",
+        type=as_path,
+        metavar="DIR",
+        help="directory, data set or name on the hub; default: of SOURCE",
     )
-    parser.add_argument("--base", metavar="DIR", type=Path, help=BASE_HELP)
+    parser.add_argument("--base", metavar="DIR", type=as_path, help=BASE_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; default: cpu")
     help_text = "default: that of the run, else sdpa"
     parser.add_argument("--attn-implementation", type=attention_name, metavar="{sdpa,eager}", help=help_text)

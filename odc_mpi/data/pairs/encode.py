@@ -100,7 +100,10 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
     return EncodedPair(
         **_row(chosen.tokens[:num_prompt], *answers),
         has_own_special=first.has_own_special or second.has_own_special,
+        is_chat=first.is_chat,
         omitted=first.omitted or second.omitted,
+        ignored=(*first.ignored, *second.ignored),
+        unended=first.unended and second.unended,
     )
 
 

@@ -1,12 +1,16 @@
 """Checks of the fields of a record, and the error for a record that cannot be used."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import truncate_text
 
 MAX_CHARS = 200  # of a text from a file, in a message
+#: Fields of a message that determine whether it has loss: `weight` (OpenAI), `train` and `training` (axolotl), `loss`
+#: and `loss_scale` (ms-swift), `loss_mask`. Templates do not receive them.
+LOSS_FLAGS = ("weight", "train", "training", "loss", "loss_scale", "loss_mask")
 
 
 class InvalidRecordError(UserError):
@@ -32,6 +36,14 @@ def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
 def field_names(record: Mapping[str, Any]) -> str:
     """Return the names of a record's fields as text for an error message."""
     return truncate_text(", ".join(map(repr, record)), MAX_CHARS) or "no fields"
+
+
+def from_json(text: str, expected: str) -> Any:
+    """Return the value of a JSON text. Raises an `InvalidRecordError`, which begins with `expected`, if invalid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"{expected}, got invalid JSON ({one_line_message(error)})") from error
 
 
 def json_kind(value: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odc_mpi.data.examples import Conversation, Example, PreferencePair, PromptCompletion
-from odc_mpi.data.records.conversations import conversation, instruction, turns
+from odc_mpi.data.records.conversations import conversation, instruction, is_chat, refuse_fields_beside, turns
 from odc_mpi.data.records.fields import InvalidRecordError, text_field
 from odc_mpi.data.records.schema import ANSWERS
 
@@ -14,9 +14,8 @@ def preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> Pr
     are_texts = all(isinstance(record[name], str) for name in (prompt, *ANSWERS))
     chosen: Example
     rejected: Example
-    if are_texts and (prompt == "chosen" or (prompt == "prompt" and not {"system", "tools"} & record.keys())):
-        if record.get("system"):
-            raise InvalidRecordError(f"{location}: expected the field 'prompt' beside 'system', got texts without it")
+    if are_texts and (prompt == "chosen" or (prompt == "prompt" and not is_chat(record))):
+        refuse_fields_beside(record, "texts without it", "the field 'prompt'", location)
         context = text_field(record, "prompt", location) if prompt == "prompt" else ""
         chosen, rejected = (PromptCompletion(location, context, text_field(record, name, location)) for name in ANSWERS)
     else:

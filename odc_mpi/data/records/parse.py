@@ -8,11 +8,11 @@ from typing import Any
 
 from odc_mpi.data.examples import Example, PreferencePair, PromptCompletion
 from odc_mpi.data.records.block import to_record
-from odc_mpi.data.records.conversations import conversation, instruction
+from odc_mpi.data.records.conversations import conversation, instruction, is_chat, refuse_fields_beside
 from odc_mpi.data.records.fields import InvalidRecordError, field_names, text_field
 from odc_mpi.data.records.messages import parse_messages
 from odc_mpi.data.records.pairs import preference_pair
-from odc_mpi.data.records.schema import FORMATS, WITH_MESSAGES, Columns, rename
+from odc_mpi.data.records.schema import WITH_MESSAGES, Columns, check_loss_fields, find_format, rename
 
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
@@ -27,7 +27,8 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
     record = _decode_messages(rename(record, location, columns) if columns else record)
-    required = next((names for names in FORMATS if record.keys() >= set(names)), ())
+    check_loss_fields(record, location)
+    required = find_format(record)
     if "chosen" in required:
         return preference_pair(record, required[0], location)
     if "prompt" in required:
@@ -39,9 +40,13 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
         if isinstance(prompt, list) and isinstance(completion, list):
             messages = parse_messages([*prompt, *completion], "prompt", location)
             return conversation(record, messages, location, num_context=len(prompt))
-        text = text_field(record, "completion", location)
-        return PromptCompletion(location, text_field(record, "prompt", location), text)
+        prompt, completion = (text_field(record, name, location) for name in required)
+        if is_chat(record):
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return conversation(record, messages, location)
+        return PromptCompletion(location, prompt, completion)
     if "text" in required:
+        refuse_fields_beside(record, "'text'", "'messages', or 'prompt' and 'completion',", location)
         return PromptCompletion(location, "", text_field(record, "text", location))
     if "instruction" in required:
         answer = {"role": "assistant", "content": text_field(record, "output", location)}
@@ -59,8 +64,9 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without a completion.
 
     The prompt is a list of messages in the field `messages`, or a string or list of messages in the field `prompt`.
-    Assistant messages at the end are removed, but the first message is always kept. Conversations may also have the
-    fields `system` and `tools`. Raises an `InvalidRecordError` if there is no prompt or one of these fields is invalid.
+    Assistant messages at the end are removed, but the first message is always kept. With one of the
+    fields `history`, `system` and `tools`, a string is the message of a user. Raises an `InvalidRecordError` if there
+    is no prompt or one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):
@@ -70,7 +76,10 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
                 messages.pop()
             return conversation(record, messages, location)
     if "prompt" in record:
-        return PromptCompletion(location, text_field(record, "prompt", location), "")
+        prompt = text_field(record, "prompt", location)
+        if is_chat(record):
+            return conversation(record, [{"role": "user", "content": prompt}], location)
+        return PromptCompletion(location, prompt, "")
     raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
 
 

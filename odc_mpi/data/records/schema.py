@@ -1,22 +1,32 @@
-"""Formats of records, and the fields of each."""
+"""Formats of records: the fields that each requires and uses, and the names that a source has for them."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from odc_mpi.data.records.fields import MAX_CHARS, InvalidRecordError, field_names
+from odc_mpi.data.records.fields import LOSS_FLAGS, MAX_CHARS, InvalidRecordError, field_names
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
-#: Record formats, each given by its required fields. The first format whose fields are all present is used.
-_PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+ANSWERS = ("chosen", "rejected")
+#: Fields that extend the messages or texts of a record: earlier turns, the system prompt, definitions of tools.
+BESIDE = ("history", "system", "tools")
 #: Fields that may contain the prompt of a pair. Without them, the prompt is the beginning that both answers share.
 _PROMPTS = ("prompt", "conversations", "instruction")
-ANSWERS = ("chosen", "rejected")
+_PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+#: Record formats, each given by its required fields. The first format whose fields are all present is used.
 FORMATS = (*((name, *ANSWERS) for name in _PROMPTS), ANSWERS, *_PLAIN_FORMATS)
-OPTIONAL = ("input", "system", "tools")
+_OPTIONAL = ("input", *BESIDE)
 #: Fields that may contain messages, also as JSON text, because table cells contain only text.
 WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *ANSWERS)
+#: Fields of records and messages that say where the data come from. They are neither used nor reported.
+METADATA = frozenset(
+    (
+        *("id", "_id", "ids", "idx", "index", "uuid", "uid", "hash", "key", "row_id", "prompt_id", "conversation_id"),
+        *("message_id", "turn_id", "parent_id", "__index_level_0__", "source", "data_source", "dataset", "split"),
+        *("url", "license", "timestamp", "created", "created_at", "date", "meta", "metadata"),
+    )
+)
 #: Names that a source uses for fields of this module. Maps each renamed field to its name in the source, such as
 #: ``{"prompt": "question"}``. If required fields are renamed, only formats that require all of them are accepted.
 Columns = Mapping[str, str]
@@ -24,7 +34,7 @@ Columns = Mapping[str, str]
 
 def check_columns(columns: Columns) -> None:
     """Raise a `UserError` if a field is unknown or has an empty name, or if no format contains all renamed fields."""
-    known = list(dict.fromkeys((*itertools.chain(*FORMATS), *OPTIONAL)))
+    known = list(dict.fromkeys((*itertools.chain(*FORMATS), *_OPTIONAL)))
     for name, source in columns.items():
         if name not in known or not source:
             raise UserError(
@@ -53,9 +63,36 @@ def rename(record: Mapping[str, Any], location: str, columns: Columns) -> Mappin
             f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
         )
     required = formats[missing.index(fewest)]
-    return {name: value for name, value in renamed.items() if name in (*required, *OPTIONAL)}
+    return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
 
 def _formats(columns: Columns) -> list[tuple[str, ...]]:
-    renamed = columns.keys() - set(OPTIONAL)
+    renamed = columns.keys() - set(_OPTIONAL)
     return [required for required in FORMATS if renamed <= set(required)]
+
+
+def find_format(fields: Iterable[str]) -> tuple[str, ...]:
+    """Return the required fields of the format of a record with these fields, or an empty tuple if it has none."""
+    present = set(fields)
+    return next((required for required in FORMATS if present.issuperset(required)), ())
+
+
+def ignored_fields(record: Mapping[str, Any], columns: Columns) -> list[str]:
+    """Return the names of a record's fields that `parse_example` does not use, except empty ones and `METADATA`."""
+    names = {source: name for name, source in columns.items()}
+    renamed = {names.get(name, "" if name in columns else name): name for name in record}
+    required = next((each for each in _formats(columns) if renamed.keys() >= set(each)), ())
+    used = {*required, *(("input",) if "instruction" in required else ()), *(BESIDE if required != ("text",) else ())}
+    ignored = record.keys() - {source for name, source in renamed.items() if name in used} - METADATA
+    return [name for name in record if name in ignored and record[name] not in (None, "", [], {})]
+
+
+def check_loss_fields(record: Mapping[str, Any], location: str) -> None:
+    """Raise an `InvalidRecordError` if a field of the record restricts the loss, which only messages can do."""
+    for name in LOSS_FLAGS:
+        value = record.get(name)
+        if isinstance(value, list | dict) or value in (False, "0", "false", "False"):
+            raise InvalidRecordError(
+                f"{location}: got the field {name!r}, which restricts the loss and is not supported for records: "
+                "give 'weight' or 'train' in each message, or remove the field"
+            )

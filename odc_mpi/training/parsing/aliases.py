@@ -89,6 +89,8 @@ not needed: the log-probabilities of the reference model are computed before the
     precompute_ref_\w+
 not supported: dpo.beta, dpo.loss_type, dpo.loss_weights and dpo.label_smoothing choose the loss
     f_(alpha_)?divergence_\w+|discopop_tau|ld_alpha|use_weighting
+not supported: losses without label smoothing, embeddings without noise
+    label_smoothing_factor|neftune_noise_alpha
 not supported: the reference model is the one at the start, unchanged
     (ref_model|sync_ref)_\w+
 not supported: rl.temperature, rl.top_p and rl.top_k select the tokens; rl.reward_weights the rewards
@@ -125,7 +127,7 @@ set optim.min_lr_ratio and optim.decay_ratio
 set run.steps, over which the learning rate decays
     total_steps
 set model.config, entries of the model's config.json
-    label_smoothing_factor|neftune_noise_alpha|router_aux_loss_coef|model_init_kwargs|rope_\w+
+    router_aux_loss_coef|model_init_kwargs|rope_\w+
     (overrides_of_)?model_(config|kwargs)|experts_implementation
 not needed: config.json in model.path names the type
     (model|processor)_type|type_of_model

@@ -1,6 +1,7 @@
 """Types of settings, checks on their values, and descriptions of types and values for error messages."""
 
 import json
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ _TYPE_NAMES: dict[Any, str] = {
     list[str]: "a list of names",
     list[float]: "a list of numbers",
     list[int]: "a list of integers",
-    Size: "a size such as 512M or 0",
+    Size: "a size such as 512M",
 }
 _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 512M", dict[str, Any]: "dict"}
 
@@ -72,13 +73,21 @@ def validate_value(name: str, setting: Setting, value: Any) -> Any:
         raise UserError(f"{expected}, got {format_value(value)}{setting.explain(value) if setting.explain else remedy}")
     if isinstance(value, str) and not is_utf8(value):
         raise UserError(f"{expected} in UTF-8, without NUL, got {format_value(value)}")
+    if Size in members and isinstance(value, str):
+        size = parse_size(value)
+        value = value if size is None else size
     for check in setting.checks:
         if value is not None and not check.is_valid(value):
             raise UserError(f"{expected}, {check.description}, got {format_value(value)}")
-    if Size in members and isinstance(value, str):
-        size = parse_size(value)
-        return value if size is None else size
+    if str in members and isinstance(value, str):
+        return _expand_home(value)
+    if list[str] in members and isinstance(value, list):
+        return [_expand_home(name) for name in value]
     return float(value) if float in members and isinstance(value, int) else value
+
+
+def _expand_home(text: str) -> str:
+    return os.path.expanduser(text) if "/" in text else text  # noqa: PTH111 - fails for no user, unlike that of Path
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
@@ -89,7 +98,7 @@ def is_verbatim(hint: Any, text: str) -> bool:
     literals = [kind for kind in members if get_origin(kind) is Literal]
     if any(text in get_args(kind) for kind in literals):
         return True
-    return str in members or (bool(literals) and not {int, float, bool} & {*members})
+    return str in members or (bool(literals) and not {int, float, bool, Size} & {*members})
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.probe.decision import Decision
 from odc_mpi.rollout.groups import RolloutMicrobatch
-from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
+from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs, build_model
@@ -31,11 +31,12 @@ def build_grpo(
     """Build the minibatch source, the objective and the other callbacks for a GRPO run. Collective."""
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
-    specs = rl.reward_funcs
-    functions = world.run_on_all(lambda: load_reward_functions(specs, rl.reward_weights, model.device))
+    arguments = rl.reward_funcs, rl.reward_weights, model.device, inputs.prompt_time
+    functions = world.run_on_all(lambda: load_reward_functions(*arguments))
     rewards_of = partial(
         compute_rewards, functions, rank=world.rank, timeout_s=rl.reward_timeout_s, skip=rl.skip_failed_rewards
     )
+    world.run_on_all(lambda: check_arguments(functions, inputs.datasets))
     names = [function.name for function in functions]
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(

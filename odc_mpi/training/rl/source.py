@@ -150,9 +150,11 @@ class RolloutSource(MinibatchSource):
     def _warn_once(self, step: Step) -> None:
         warnings = {}
         if step.metrics["frac_reward_zero_std"] == 1:
+            end = self._prompts.tokenizer.decode(self._prompts[int(step.minibatch.indices[0])].tokens[-20:])
             warnings["equal"] = (
                 "the rewards of each prompt's completions are all equal, so this step trains nothing: check "
-                "rl.reward_funcs (rl.log_completions 1 shows completions), or raise rl.temperature"
+                "rl.reward_funcs (rl.log_completions 1 shows completions, each of which begins after the end of its "
+                f"prompt, such as {end!r}), or raise rl.temperature"
             )
         if step.metrics["completions/clipped_ratio"] > _MANY_CLIPPED:
             warnings["clipped"] = (

@@ -190,6 +190,7 @@ def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: Res
     metadata: dict[str, Any] = {
         "config": asdict(config),
         "data_digest": inputs.dataset.digest(),
+        "prompt_time": inputs.prompt_time,
         "origin": resume_point.path if resume_point else None,
         "slurm_job_id": slurm_job().get("slurm_job_id"),
         "transformers_config": full_configuration(module),

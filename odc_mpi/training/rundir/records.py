@@ -6,7 +6,7 @@ from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
 from odc_mpi.checkpoint.publish import remove_incomplete
-from odc_mpi.files import make_directory, parse_json, write_text_durable
+from odc_mpi.files import make_directory, parse_json, read_lines, write_text_durable
 from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.trackers import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
@@ -43,8 +43,8 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
         metrics_lines = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
         write_text_durable(path / METRICS, "".join(metrics_lines))
         if (path / COMPLETIONS).exists():
-            lines = (path / COMPLETIONS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            write_text_durable(path / COMPLETIONS, "".join(line for line in lines if _parse_step(line) <= step))
+            lines = [line for line in read_lines(path / COMPLETIONS) if _parse_step(line) <= step]
+            write_text_durable(path / COMPLETIONS, "".join(lines))
         write_text_durable(path / _CONFIG, config_text)
         for name in (_TRACE, _SUMMARY, ANOMALY):
             (path / name).unlink(missing_ok=True)

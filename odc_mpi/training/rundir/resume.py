@@ -1,7 +1,7 @@
 """Start of a run from scratch or from a checkpoint, which may have been saved by a different number of ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_directory, reopen_run_directory
-from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
+from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors, require_shared
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
 #: Settings whose changes are not reported when a run resumes.
@@ -91,20 +91,66 @@ class DeferredErrorWeights(CheckpointWeights):
             raise self._error
 
 
-def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Open the checkpoint from which the run starts, if any, and restore the model's buffers from it. Collective.
+def find_resume_point(config: Config, world: World) -> ResumePoint | None:
+    """Open the checkpoint from which the run starts, if any. Collective.
 
-    Raises `AllRanksUserError` if the checkpoint does not match `config` or `inputs`, if `run.resume` is a path without
-    checkpoints, or if checkpoints exist but none is complete.
+    Raises `AllRanksUserError` if a rank does not see the run directory, if `run.resume` is a path without checkpoints,
+    or if no existing checkpoint is complete.
     """
-    resume_point = _find_checkpoint(config, world)
+    require_shared(Path(config.run.dir), world)
+    requested, run_dir, job = config.run.resume, Path(config.run.dir), slurm_job()
+    if requested == "never" and not job.get("slurm_restarts"):
+        return None
+    path = None if requested in ("never", "auto") else str(Path(requested).resolve())
+    candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, world.rank, config.comm.timeout_s))
+    newest = None
+    try:
+        newest = _newest(world, candidates, _START_OVER_HINT if path is None else "")
+    except AllRanksUserError as error:
+        if path is None:
+            raise
+        if world.rank == 0:  # the requested checkpoint may be elsewhere
+            warn(f"WARNING: no usable checkpoint in {run_dir} ({error}); starting from {requested}")
+    if newest:
+        metadata = newest.manifest.metadata
+        if requested == "never":  # only if the scheduler restarted this job; checkpoints of other jobs are ignored
+            continues = metadata.get("slurm_job_id") == job["slurm_job_id"]
+        else:  # with a path, only if the scheduler restarted this run, which began there
+            continues = path is None or metadata["origin"] == path
+        if continues:
+            return ResumePoint(newest, True, metadata["origin"])
+        newest.close()
+    if path is None:
+        return None
+    candidates = world.run_on_all(lambda: checkpoint_directories(Path(requested)))
+    checkpoint = _newest(world, candidates, _START_OVER_HINT)
+    assert checkpoint, "checkpoint_directories finds one, or raises"
+    return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
+
+
+def check_resume_point(resume_point: ResumePoint, config: Config, world: World, inputs: Inputs) -> None:
+    """Check that the checkpoint matches `config` and `inputs`, and restore the model's buffers from it. Collective.
+
+    Raises `AllRanksUserError` if it does not match.
+    """
+    world.run_on_all(lambda: _check_fits(resume_point, config, inputs))
+    base = inputs.model.base
+    if base is not None:
+        world.run_on_all(lambda: check_base(base, resume_point.metadata["base"], world.rank, world.size))
+    world.run_on_all(lambda: restore_buffers(inputs.model.module, resume_point.checkpoint))
+
+
+def resolve_steps(config: Config, inputs: Inputs, resume_point: ResumePoint | None = None) -> Config:
+    """Return the configuration. If `run.steps` is 0, set it to the steps in `run.num_train_epochs` (default 1).
+
+    With `resume_point`, moves the loader to its position, because the size of minibatches may have changed there.
+    """
     if resume_point:
-        world.run_on_all(lambda: _check_fits(resume_point, config, inputs))
-        base = inputs.model.base
-        if base is not None:
-            world.run_on_all(lambda: check_base(base, resume_point.metadata["base"], world.rank, world.size))
-        world.run_on_all(lambda: restore_buffers(inputs.model.module, resume_point.checkpoint))
-    return resume_point
+        inputs.loader.load_state_dict(resume_point.metadata["loader"])
+    if config.run.steps:
+        return config
+    steps = inputs.loader.num_steps_to(config.run.num_train_epochs or 1.0) + (resume_point.step if resume_point else 0)
+    return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
@@ -144,9 +190,15 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
     """Close the checkpoint of a complete run, print a notice on rank 0, and return a summary with only `steps`.
 
-    Raises `AllRanksUserError` if a setting that affects the run, such as the learning rate, has changed.
+    Raises `AllRanksUserError` if the checkpoint is of another run, or if a setting that affects the run, such as the
+    learning rate, has changed.
     """
     resume_point.checkpoint.close()
+    if not resume_point.continues_this_run:
+        raise AllRanksUserError(
+            f"run.steps: expected more than the {resume_point.step} steps of {resume_point.checkpoint.directory}, got "
+            f"{config.run.steps}: raise run.steps or run.num_train_epochs"
+        )
     changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)
     if not any(map(_islands_train_separately, (resume_point.metadata["config"], asdict(config)))):
         changed = [setting for setting in changed if not setting.startswith("islands.")]
@@ -167,37 +219,6 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
 def _islands_train_separately(config: Mapping[str, Any]) -> bool:
     islands = {"by": "off", **config.get("islands", {})}
     return islands["by"] != "off" and islands.get("mode") == "outer"
-
-
-def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
-    requested, run_dir, job = config.run.resume, Path(config.run.dir), slurm_job()
-    if requested == "never" and not job.get("slurm_restarts"):
-        return None
-    path = None if requested in ("never", "auto") else str(Path(requested).resolve())
-    candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, world.rank, config.comm.timeout_s))
-    newest = None
-    try:
-        newest = _newest(world, candidates, _START_OVER_HINT if path is None else "")
-    except AllRanksUserError as error:
-        if path is None:
-            raise
-        if world.rank == 0:  # the requested checkpoint may be elsewhere
-            warn(f"WARNING: no usable checkpoint in {run_dir} ({error}); starting from {requested}")
-    if newest:
-        metadata = newest.manifest.metadata
-        if requested == "never":  # only if the scheduler restarted this job; checkpoints of other jobs are ignored
-            continues = metadata.get("slurm_job_id") == job["slurm_job_id"]
-        else:  # with a path, only if the scheduler restarted this run, which began there
-            continues = path is None or metadata["origin"] == path
-        if continues:
-            return ResumePoint(newest, True, metadata["origin"])
-        newest.close()
-    if path is None:
-        return None
-    candidates = world.run_on_all(lambda: checkpoint_directories(Path(requested)))
-    checkpoint = _newest(world, candidates, _START_OVER_HINT)
-    assert checkpoint, "checkpoint_directories finds one, or raises"
-    return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
 
 
 def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
@@ -249,11 +270,6 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
     reference = saved["model"]["path"]
     if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
         raise _mismatch("model.path", reference, "the reference policy of", checkpoint, config.model.path)
-    if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
-        raise UserError(
-            f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "
-            f"{config.run.steps}: raise run.steps or run.num_train_epochs"
-        )
 
 
 def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint, got: Any) -> UserError:
@@ -273,10 +289,11 @@ def _newest(world: World, candidates: Sequence[Path], advice: str) -> Checkpoint
     problems: list[str] = []
     for path in reversed(candidates):
         checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, world))  # type: ignore[misc]
-        problem_of_rank = world.gather_objects(problem)
-        if not any(problem_of_rank):
+        rank_problems = world.gather_objects(problem)
+        if not any(rank_problems):
             return checkpoint
-        problems.append(next(filter(None, problem_of_rank)))
+        rank = next(rank for rank, problem in enumerate(rank_problems) if problem)
+        problems.append(f"{rank_problems[rank]}{f' (on rank {rank})' if rank else ''}")
         if checkpoint:
             checkpoint.close()
         if world.rank == 0:

@@ -1,4 +1,4 @@
-"""Lock on a run directory, held by rank 0.
+"""Lock on a run directory, held by rank 0, and the check that all ranks see the directory.
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
 because each run binds an abstract socket named after the directory. (File locks can hang on network file systems.) On
@@ -9,19 +9,24 @@ import errno
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from odc_mpi.errors import UserError, warn
+from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.files import make_directory, parse_json, write_text_durable
 from odc_mpi.runtime.job_info import slurm_job
+
+if TYPE_CHECKING:
+    from odc_mpi.runtime.world import World
 
 LOCK_FILE = "owner.json"
 #: Maximum time to wait for the lock, in seconds. A killed run may still be exiting when the next one starts.
 LOCK_TIMEOUT_S = 5.0
+SEARCH_S = 5.0  # for ranks on other hosts: a network file system may show a new file late
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
@@ -96,6 +101,39 @@ def is_held(run_dir: Path) -> bool:
         return bool(record)
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
     return any(line.endswith(f" @{_socket_name(run_dir)}") for line in sockets)
+
+
+def require_shared(run_dir: Path, world: "World") -> None:
+    """Raise `AllRanksUserError` if a rank does not see a temporary file that rank 0 creates in `run_dir`. Collective.
+
+    Leaves nothing behind. If rank 0 cannot create the file, nothing is checked: opening the run reports the reason.
+    """
+    missing: list[Path] = []
+    try:
+        with ExitStack() as stack:
+            path, is_remote = None, world.hosts[world.rank] != world.hosts[0]
+            if world.rank == 0:
+                with suppress(OSError):
+                    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+                    make_directory(run_dir)
+                    path = stack.enter_context(tempfile.NamedTemporaryFile(dir=run_dir, prefix=".odc-mpi-")).name
+            if (path := world.gather_objects(path)[0]) is None:
+                return
+            ends = time.monotonic() + (min(SEARCH_S, world.timeout_s / 2) if is_remote else 0)
+            while not (is_visible := os.access(run_dir / Path(path).name, os.F_OK)) and time.monotonic() < ends:
+                time.sleep(0.1)
+            seen = world.gather_objects((is_visible, run_dir.absolute()))
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # another process has created files in it
+                folder.rmdir()
+    if blind := [rank for rank, (is_visible, _) in enumerate(seen) if not is_visible]:
+        names = [f"rank {r} on {world.hosts[r]}" for r in blind[:4]] + [f"{len(blind) - 4} more"] * (len(blind) > 4)
+        raise AllRanksUserError(
+            f"run.dir: expected a directory that all ranks share, got {run_dir}: a file that rank 0 on "
+            f"{world.hosts[0]} wrote to {seen[0][1]} does not appear in {seen[blind[0]][1]} for {', '.join(names)}: "
+            "set run.dir to an absolute path on a file system that all nodes share"
+        )
 
 
 @contextmanager

@@ -115,8 +115,8 @@ def test_each_side_is_truncated(stdlib_report, tmp_path, overlong):
     report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong=overlong)
     assert counts(report.path) == [(3, 3, 5), (3, 5, 5), (3, 5, 5), (7, 1, 1)]
     assert (report.num_sequences, report.num_truncated, report.num_truncated_tokens) == (4, 3, 5 + 32 + 10)
-    assert (report.num_untrained_dropped, report.num_dropped, report.longest) == (3, 0, 13)
-    assert "\n3 dropped: the prompt leaves an answer no tokens within --max-length, or the" in report.describe()
+    assert (report.num_untrained_dropped, report.num_dropped, report.longest) == (0, 3, 13)
+    assert "\n3 dropped: longer than --max-length (" in report.describe()
     assert "sequences" not in report.describe()
 
 

@@ -1,5 +1,6 @@
 """A sharded model completes as the plain one, on any number of ranks and in any order; and its training goes on."""
 
+import dataclasses
 import json
 import shutil
 
@@ -145,6 +146,21 @@ def test_a_bad_line_is_named_and_nothing_is_written(world, shared_dir, trained):
         with pytest.raises(AllRanksUserError, match=words):
             generate_all(job(shared_dir, prompts=path, out=shared_dir / "no" / "out.jsonl"), world)
     assert not (shared_dir / "no").exists()
+
+
+@pytest.mark.parametrize("input_of", ["prompts", "link", "source"])
+def test_an_input_is_not_replaced(world, shared_dir, trained, monkeypatch, input_of):
+    monkeypatch.setattr(run, "generate", lambda *_: pytest.fail("generated for nothing"))
+    arguments = job(shared_dir, prompts=shared_dir / "prompts.jsonl")
+    out = {"prompts": arguments.prompts, "link": shared_dir / "link.jsonl"}.get(input_of)
+    out = out or next(path for path in arguments.source.rglob("*") if path.is_file())
+    if input_of == "link" and world.rank == 0:
+        out.symlink_to(arguments.prompts)
+    world.gather_objects(None)
+    before = out.read_bytes()
+    with pytest.raises(AllRanksUserError, match="--out: expected a new file, or one that is not an input, got "):
+        run.generate_all(dataclasses.replace(arguments, out=out), world)
+    assert out.read_bytes() == before
 
 
 def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained, monkeypatch):

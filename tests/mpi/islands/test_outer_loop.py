@@ -7,6 +7,7 @@ import outer_reference
 import pytest
 import torch
 import torch_reference
+from pretended_nodes import on_nodes_of_three
 from small_training import assert_close, configure, on_first_rank, training
 
 from odc_mpi import Islands, OuterLoop, shard_model
@@ -65,6 +66,14 @@ def test_islands_train_as_replicas_in_plain_torch_do(world, dataset_path, change
 def test_islands_of_two_ranks_train_as_replicas_do(world, dataset_path, balance):
     changes = {"islands.by": 2, "data.balance": balance} if world.size > 2 else {"data.balance": balance}
     assert_like_replicas(configure(dataset_path, **OUTER | SCHEDULES[-1] | changes), world)
+
+
+@pytest.mark.sizes(4)
+def test_islands_of_which_one_spans_two_nodes_train_as_replicas_do(world, dataset_path, monkeypatch):
+    nodes = on_nodes_of_three(world, monkeypatch)
+    config = configure(dataset_path, **OUTER | {"islands.by": 2, "comm.node_cache": "off"})
+    assert_like_replicas(config, nodes)
+    nodes.close()
 
 
 @pytest.fixture

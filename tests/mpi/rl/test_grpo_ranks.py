@@ -3,6 +3,8 @@
 import json
 import shutil
 import time
+from datetime import datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from packed_models import plain_completion
 from small_training import QWEN2, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models import families
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
+from odc_mpi.training import run as training_run
 from odc_mpi.training.rl.source import RolloutSource
 from odc_mpi.training.run import train
 
@@ -134,6 +138,9 @@ def test_groups_of_equal_rewards_train_nothing_count_and_warn_once(world, run, g
     warned = capfd.readouterr().err
     for words in ("the rewards of each prompt's completions are all equal", "100% of the completions were truncated"):
         assert warned.count(f"step 1: {words}") == warned.count(words) == (world.rank == 0)
+    prompts = read_prompt_tokens(grpo_dir)
+    ends = [f"after the end of its prompt, such as {prompts[index].prompt!r}" for index in range(len(prompts))]
+    assert sum(words in warned for words in ends) == (world.rank == 0)
 
 
 ADAM = {"optim__adam_epsilon": 1e-3, "optim__learning_rate": 3e-3}
@@ -157,6 +164,26 @@ def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generate
         (line["prompt"], line["completion"]) for line in shown
     ]
     assert set(shown[0]["rewards"]) == {"ends_early", "even"}
+
+
+@pytest.mark.sizes(2)
+def test_prompts_have_the_date_of_the_first_start_on_all_ranks(world, run, grpo_dir, monkeypatch):
+    tokenizer, prompts = number_words(END), grpo_dir / "dated.jsonl"
+    tokenizer.chat_template = "{{ strftime_now('%d') }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    if world.rank == 0:
+        tokenizer.save_pretrained(grpo_dir / "dated")
+        chats = ({"messages": [{"role": "user", "content": f"{i} {i + 1}"}]} for i in range(1, 7))
+        prompts.write_text("\n".join(map(json.dumps, chats)))
+    world.gather_objects(None)
+    rewards = {"rl__reward_funcs": f"{grpo_dir}/rewards.py:ends_early", "rl__reward_weights": "[1.0]"}
+    changes = rewards | {"data__path": prompts, "rl__tokenizer": grpo_dir / "dated", "run__checkpoint_every": 1}
+    for step, day in ((1, 11), (2, 21)):
+        now = datetime(2024, 12, day + world.rank)  # midnight has passed on rank 1 only
+        monkeypatch.setattr(training_run, "datetime", SimpleNamespace(now=lambda now=now: now))
+        lines, _ = run("dated", **changes, run__steps=step)
+        assert len(lines) == step
+        with Checkpoint(steps_in(run.base / "dated" / "checkpoints")[step]) as checkpoint:
+            assert checkpoint.manifest.metadata["prompt_time"] == "2024-12-11T00:00:00"
 
 
 @pytest.mark.sizes(2)
@@ -214,6 +241,7 @@ def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
         ({"rl__max_completion_length": 60}, "exceed the model's max_position_embeddings, 64"),
         ({"data__max_tokens_per_microbatch": 12}, "exceed data.max_tokens_per_microbatch, 12"),
         ({"rl__reward_funcs": "nothing", "rl__reward_weights": "[1]"}, "one of exact_match"),
+        ({"rl__reward_funcs": "statistics:fmean", "rl__reward_weights": "[1]"}, "'data': .*wanted, answer"),
     ],
 )
 def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, changes, words):

@@ -119,6 +119,14 @@ def test_epochs_instead_of_steps(run):
     assert len(lines) == 6, "one pass"
 
 
+def test_epochs_of_a_run_that_is_resumed_with_other_minibatches(world, run, capsys):
+    """Forty sequences: two minibatches of 7, then two of the first epoch and two of each other one."""
+    run("resumed", run__checkpoint_every=1, run__steps=2)
+    lines, _ = run("resumed", data__minibatch_sequences=20, run__steps=None, run__num_train_epochs=3)
+    assert [line["epoch"] for line in lines] == [7 / 40, 14 / 40, 34 / 40, 1, 1.5, 2, 2.5, 3]
+    assert ("40 sequences, 20 per step, 8 steps (3 epochs)" in capsys.readouterr().out) == (world.rank == 0)
+
+
 def test_held_out_data_that_do_not_fit_are_refused(run, shared_dir, held_out):
     with pytest.raises(AllRanksUserError, match=r"data\.max_tokens_per_microbatch"):
         run("long", data__eval_path=held_out, data__max_tokens_per_microbatch=45)

@@ -1,6 +1,7 @@
 """Training over windows gives the losses and parameters of a plain loop on one process."""
 
 import pytest
+from pretended_nodes import on_nodes_of_three
 from small_training import (
     FROZEN,
     FROZEN_IDS,
@@ -12,6 +13,7 @@ from small_training import (
     train_to_the_end,
 )
 
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.models import build as models
 from odc_mpi.models import families
 
@@ -72,6 +74,16 @@ def test_through_mailboxes(world, dataset_path):
     """A mailbox for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
     mailbox = {"comm.reduction": "mailbox", "comm.mailbox_bytes": 1024 * world.size}
     assert_like_plain(configure(dataset_path, **{"data.balance": "lb_mini", **mailbox}), world)
+
+
+@pytest.mark.sizes(4)
+def test_islands_of_which_one_spans_two_nodes(world, dataset_path, monkeypatch):
+    nodes = on_nodes_of_three(world, monkeypatch)
+    islands = Islands(nodes, 2)
+    assert islands.island.num_nodes == 1 + islands.index
+    islands.close()
+    assert_like_plain(configure(dataset_path, **{"islands.by": 2}), nodes)
+    nodes.close()
 
 
 def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):

@@ -7,34 +7,29 @@ the marked text has loss, and the comparison only serves to find the marks of a 
 """
 
 import functools
-import itertools
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from datetime import datetime
+from typing import Any, Literal
 
+from odc_mpi.data.chat.checks import (
+    CharSpan,
+    Rendered,
+    find_ignored,
+    find_problem,
+    names_in_template,
+    without_comments,
+)
+from odc_mpi.data.chat.tool_calls import argument_forms, called_functions, contains_arguments, is_distorted
+from odc_mpi.data.chat.turn_ends import TurnEnd, find_turn_end
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.records.fields import InvalidRecordError
+from odc_mpi.data.records.messages import REASONING
 from odc_mpi.errors import UserError, one_line_message
 
-CharSpan = tuple[int, int]
 SplitTurns = Literal["auto", "always", "never"]
 _REPLACE = "replace the tokenizer's chat template with --chat-template FILE"
-
-
-class Rendered(NamedTuple):
-    """Text of one training example.
-
-    Attributes:
-        spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
-            parts that the chat template marks.
-        omitted: End of the generation prompt that is missing from `text`, such as "<think>"; empty if none is missing.
-    """
-
-    text: str
-    spans: list[CharSpan]
-    omitted: str = ""
 
 
 class ChatRenderer:
@@ -49,6 +44,16 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
         self._tokenizer = tokenizer
         self._split_turns = split_turns
+
+    @functools.cached_property
+    def turn_end(self) -> TurnEnd:
+        """The end of an answer in this template."""
+        return find_turn_end(
+            lambda messages: self._render(Conversation("", list(messages)), [len(messages)])[0].text,
+            self._special_tokens,
+            self._tokenizer.eos_token,
+            self._tokenizer.bos_token,
+        )
 
     @functools.cached_property
     def _special(self) -> tuple[str, ...]:
@@ -69,9 +74,9 @@ class ChatRenderer:
         is_marked = self._is_marked(chat)
         if is_marked and trained == answers and self._split_turns != "always":
             [marked] = self._render(chat, [len(chat.messages)], with_marks=True)
-            if _find_problem(chat, trained, marked) is None:
-                return [marked]
-        examples, text = self._find_answers(chat, trained)
+            if find_problem(chat, trained, marked) is None:
+                return [self._with_report(chat, trained, marked)]
+        examples, text = self._find_answers(chat, trained, is_marked=is_marked)
         groups, counts = [[i] for i in trained], [i + 1 for i in trained]
         if (shared := self._share(chat, text, dict(zip(trained, examples, strict=True)))) is not None:
             groups, examples, counts = [trained], [shared], [len(chat.messages)]
@@ -79,21 +84,42 @@ class ChatRenderer:
             pairs = zip(examples, self._render(chat, counts, with_marks=True), strict=True)
             examples = [Rendered(each.text, _overlapping(marked.spans, each.spans)) for each, marked in pairs]
         for group, example in zip(groups, examples, strict=True):
-            if problem := _find_problem(chat, group, example):
+            if problem := find_problem(chat, group, example):
                 raise InvalidRecordError(f"{chat.location}: the chat template {problem}: {_REPLACE}")
-        return examples
+        return [self._with_report(chat, group, each) for group, each in zip(groups, examples, strict=True)]
 
-    def end_of_turn(self, turn: str) -> int:
+    def _with_report(self, chat: Conversation, indices: Sequence[int], example: Rendered) -> Rendered:
+        """Return an example with what it lacks: parts of the conversation, and a trained end of an answer."""
+        ends = [example.text[begin:end].rstrip() for begin, end in example.spans]
+        is_ended = bool(self._special) and any(end.endswith(self._special) for end in ends)
+        unended = "" if is_ended else self.turn_end.token or self._tokenizer.eos_token or "the eos token"
+        ignored = tuple(dict.fromkeys(find_ignored(chat, indices, example, self._template(chat))))
+        return example._replace(ignored=ignored, unended=unended)
+
+    def close_turn(self, text: str) -> str:
+        """Return a rendered text that ends with an answer, up to and including its end-of-turn token."""
+        text = text.removesuffix(self.turn_end.rest) + self.turn_end.closing
+        return text[: self._length_of_turn(text)]
+
+    def _length_of_turn(self, turn: str) -> int:
         """Return the number of characters in a turn, excluding whitespace after the special token that ends it."""
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
 
-    def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[Rendered], str]:
+    def _find_answers(
+        self, chat: Conversation, trained: Sequence[int], *, is_marked: bool
+    ) -> tuple[list[Rendered], str]:
         """Return one example for each trained answer, which ends with this answer, and the text of all messages."""
         prompts = self._render(chat, trained, for_generation=True)
-        turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}))
+        counts = sorted({*(i + 1 for i in trained), len(chat.messages)})
+        texts = {count: each.text for count, each in zip(counts, self._render(chat, counts), strict=True)}
+        if not is_marked:  # a template with marks decides itself where an answer ends
+            for i in trained:
+                turn = texts[i + 1].removesuffix(self.turn_end.rest)
+                texts[i + 1] = turn + self._closing(chat, i, turn)
         answers = []
-        for i, (prompt, *_), (turn, *_) in zip(trained, prompts, turns, strict=False):
+        for i, (prompt, *_) in zip(trained, prompts, strict=True):
+            turn = texts[i + 1]
             begin = len(prompt) if turn.startswith(prompt) else self._num_common(prompt, turn)
             if begin < len(prompt):
                 [context] = self._render(chat, [i])
@@ -102,8 +128,20 @@ class ChatRenderer:
                         f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
                         f"this answer cannot be found: {_REPLACE}"
                     )
-            answers.append(Rendered(turn, [(begin, self.end_of_turn(turn))], prompt[begin:]))
-        return answers, turns[-1].text
+            answers.append(Rendered(turn, [(begin, self._length_of_turn(turn))], prompt[begin:]))
+        return answers, texts[len(chat.messages)]
+
+    def _closing(self, chat: Conversation, index: int, turn: str) -> str:
+        """Return the text to append to a turn that ends with answer `index`, so that it ends with a special token."""
+        if self.turn_end.closing and "tool_calls" in chat.messages[index]:
+            # The next turn is the tool's, which may begin with another token.
+            messages = [*chat.messages[: index + 1], {"role": "tool", "content": "0"}]
+            with suppress(InvalidRecordError):
+                [longer] = self._render(Conversation(chat.location, messages, chat.tools), [len(messages)])
+                following = longer.text.removeprefix(turn).lstrip()
+                if longer.text.startswith(turn) and (token := self._special_tokens.match(following)):
+                    return token[0]
+        return self.turn_end.closing
 
     def _share(self, chat: Conversation, text: str, examples: Mapping[int, Rendered]) -> Rendered | None:
         """Return one example with all answers, or None if each needs its own.
@@ -128,7 +166,7 @@ class ChatRenderer:
                         f"{chat.location}: the chat template changes message {i + 1} when messages are "
                         f"added, so answers cannot share a sequence: use --split-turns auto, or {_REPLACE}"
                     )
-            spans.append((example.spans[0][0], self.end_of_turn(turn)))
+            spans.append((example.spans[0][0], self._length_of_turn(turn)))
         return Rendered(text, spans, next((each.omitted for each in examples.values() if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:
@@ -153,7 +191,7 @@ class ChatRenderer:
 
     def _is_marked(self, chat: Conversation) -> bool:
         with suppress(ValueError):  # without a template, or a default among named ones, which `_render` reports
-            return _has_marks(self._tokenizer.get_chat_template(tools=chat.tools))
+            return _has_marks(self._template(chat))
         return False
 
     def _render(
@@ -170,29 +208,74 @@ class ChatRenderer:
                 f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
                 "or --chat-template FILE of odc-mpi prepare"
             )
-        try:
-            forms = _argument_forms(chat.messages)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRecordError(
-                f"{chat.location}: expected arguments of tool calls in JSON, got {one_line_message(error)}"
-            ) from error
-        first_error: Exception | None = None
-        for messages in forms:
+        error: Exception | None = None
+        without_arguments: list[Rendered] | None = None
+        for form in argument_forms(chat.messages):
             try:
-                if 0 in counts:
-                    raise ValueError("expected a message, got none")
-                conversations = [messages[:count] for count in counts]
-                return _apply(self._tokenizer, conversations, chat.tools, for_generation, with_marks)
-            except Exception as error:  # templates may raise any exception
-                first_error = first_error or error
-        assert first_error is not None
+                rendered = self._render_form(chat, form, counts, for_generation=for_generation, with_marks=with_marks)
+            except Exception as problem:  # templates may raise any exception
+                error = error or problem
+                continue
+            calls = [
+                (each.text, function["arguments"])
+                for each, count in zip(rendered, counts, strict=True)
+                for message in chat.messages[:count]
+                for function in called_functions(message)
+            ]
+            if all(contains_arguments(*call) for call in calls):
+                return rendered
+            if any(is_distorted(*call) for call in calls):
+                error = ValueError("it does not write the arguments of tool calls as JSON")
+            else:
+                without_arguments = without_arguments or rendered
+        if without_arguments is not None:
+            return without_arguments  # the template leaves calls out, which `checks` reports
+        assert error is not None
         raise InvalidRecordError(
-            f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(first_error)})"
-        ) from first_error
+            f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(error)})"
+        ) from error
+
+    def _render_form(
+        self, chat: Conversation, form: list[dict[str, Any]], counts: Sequence[int], **options: bool
+    ) -> list[Rendered]:
+        if 0 in counts:
+            raise ValueError("expected a message, got none")
+        messages = _with_known_reasoning(form, names_in_template(self._template(chat)))
+        return _apply(self._tokenizer, [messages[:count] for count in counts], chat.tools, **options)
+
+    def _template(self, chat: Conversation) -> str:
+        template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        return template
+
+
+def _with_known_reasoning(messages: list[dict[str, Any]], names: Container[str]) -> list[dict[str, Any]]:
+    """Return the messages with the reasoning under the name that the template uses."""
+    stored, name = REASONING[0], next((name for name in REASONING if name in names), REASONING[0])
+    if name == stored:
+        return messages
+    return [{name if key == stored else key: value for key, value in each.items()} for each in messages]
+
+
+def fix_time(tokenizer: Any, time: str) -> None:
+    """Let a tokenizer's chat templates render the date of `time`, in ISO format, instead of the current date.
+
+    A macro replaces the function `strftime_now`, because transformers' renderer accepts no functions as arguments.
+    """
+
+    def fix(template: str) -> str:
+        codes = dict.fromkeys(re.findall(r"%[-_^#]?\w", template) if "strftime_now" in template else ())
+        replaced = "".join(f" | replace({code!r}, {datetime.fromisoformat(time).strftime(code)!r})" for code in codes)
+        # Jinja removes the line break, which keeps the whitespace at the start of the template.
+        return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+    if isinstance(named := tokenizer.chat_template, dict):
+        tokenizer.chat_template = {name: fix(template) for name, template in named.items()}
+    elif named:
+        tokenizer.chat_template = fix(named)
 
 
 def _apply(
-    tokenizer: Any, conversations: list[Any], tools: list[Any] | None, for_generation: bool, with_marks: bool
+    tokenizer: Any, conversations: list[Any], tools: list[Any] | None, *, for_generation: bool, with_marks: bool
 ) -> list[Rendered]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -213,90 +296,8 @@ def _apply(
 
 @functools.lru_cache
 def _has_marks(template: str) -> bool:
-    without_comments = re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", without_comments) is not None
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", without_comments(template)) is not None
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
     return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
-
-
-def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered) -> str | None:
-    """Return an error description for the first message that does not match the spans of an example, or None.
-
-    The content of each message in `indices` and the names of the functions that it calls must be in the spans, in
-    order. The content may begin in the generation prompt. The content of a user message must not occur only in spans.
-    """
-    text, spans, position = example.text, list(example.spans), 0
-    is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
-    for number, i in enumerate(indices):
-        content, end = chat.messages[i]["content"].strip(), None
-        while spans and (end := _find_content(text, content, position, spans[0])) is None:
-            spans.pop(0)
-        answer_spans = example.spans[number : number + 1] if is_one_each else spans
-        trained = "".join(text[begin:stop] for begin, stop in answer_spans)
-        if end is None or not all(name in trained for name in _called_names(chat.messages[i])):
-            return f"drops a part of message {i + 1}, an answer to train on"
-        position = end
-    bounds = [0, *itertools.chain(*example.spans), len(text)]
-    context = "\0".join(text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
-    for i, message in enumerate(chat.messages):
-        content = message["content"].strip()
-        if message["role"] == "user" and content not in context and content in text:
-            return f"has message {i + 1}, of the user, in an answer"
-    return None
-
-
-def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
-    """Return the end of `content`, which begins at `position` or later and ends in the span, or None.
-
-    The template may have changed the whitespace.
-    """
-    begin, end = span
-    start = max(position, begin - len(content) + 1)
-    if (at := text.find(content, start, end)) >= 0:
-        return at + len(content)
-    before, inside, expected = ("".join(part.split()) for part in (text[start:begin], text[begin:end], content))
-    return end if (before + inside).find(expected, max(0, len(before) - len(expected) + 1)) >= 0 else None
-
-
-def _called_names(message: dict[str, Any]) -> list[str]:
-    if not (calls := message.get("tool_calls")):
-        return []
-    calls = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
-
-
-def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the messages with the arguments of tool calls as objects, and as JSON text, which some templates require.
-
-    Without tool calls, there is one form.
-    """
-    if not any(message.get("tool_calls") for message in messages):
-        return [messages]
-    return [[_with_arguments(message, form) for message in messages] for form in (_as_object, _as_text)]
-
-
-def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    converted = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and "arguments" in function:
-            function = function | {"arguments": form(function["arguments"])}
-            call = call | {"function": function} if "function" in call else function
-        converted.append(call)
-    return message | {"tool_calls": converted}
-
-
-def _as_object(arguments: Any) -> Any:
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
