@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odc_mpi.data.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.chat.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
@@ -71,16 +72,15 @@ def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns 
 
 
 def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[Encoded]]:
-    """Tokenize prompts and completions separately, so that no token contains text from both."""
+    """Tokenize prompts and completions so that no token contains text from both."""
     if not pairs:
         return []
     if tokenizer.eos_token_id is None:
         raise UserError("expected a tokenizer with an end-of-sequence token (eos_token), got none: change --tokenizer")
-    texts = [pair.prompt for pair in pairs] + [pair.completion for pair in pairs]
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    ids = tokenize_pairs(tokenizer, [pair.prompt for pair in pairs], [pair.completion for pair in pairs])
     start = start_tokens(tokenizer)
     encoded = []
-    for pair, prompt, completion in zip(pairs, ids[: len(pairs)], ids[len(pairs) :], strict=True):
+    for pair, prompt, completion in zip(pairs, *ids, strict=True):
         # Texts rendered by a chat template already contain both tokens; whitespace may follow the second.
         has_start = bool(start) and (prompt or completion)[:1] == start
         has_end = pair.completion.rstrip().endswith(tokenizer.eos_token) and tokenizer.eos_token_id in completion
@@ -99,7 +99,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     """
     chats = ChatRenderer(tokenizer)
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    ids = tokenize_texts(tokenizer, texts)
     start = start_tokens(tokenizer)
     prompts = [
         encoded if isinstance(each, Conversation) or encoded[: len(start)] == start else [*start, *encoded]

@@ -98,7 +98,7 @@ def llama_like():
 
 
 def test_sequences_begin_as_the_tokenizer_says_and_need_an_end_token():
-    tokenizer, pair = llama_like(), PromptCompletion("", "who is", "me")
+    tokenizer, pair = llama_like(), PromptCompletion("", "who is", " me")
     with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
         encode(tokenizer, [pair])
     tokenizer.eos_token = "</s>"

@@ -83,9 +83,11 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
     chosen, rejected = _trim(first), _trim(second)
     if np.array_equal(chosen.tokens, rejected.tokens):
         raise InvalidRecordError(f"{location}: expected two different answers, got the same tokens for both")
-    # Texts without a prompt have loss from their beginning.
+    # Texts without a prompt have loss from their beginning. If one text is the beginning of the other, its last token
+    # before the end is an answer, as in TRL.
     num_prompt = min(
-        len(each.tokens) - 1 if first.is_plain_text else int(each.loss_mask.argmax()) for each in (chosen, rejected)
+        max(0, len(each.tokens) - 2) if first.is_plain_text else int(each.loss_mask.argmax())
+        for each in (chosen, rejected)
     )
     differing = np.flatnonzero(chosen.tokens[:num_prompt] != rejected.tokens[:num_prompt])
     num_prompt = int(differing[0]) if len(differing) else num_prompt

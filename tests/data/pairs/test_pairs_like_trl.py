@@ -121,4 +121,5 @@ def test_texts(tokenizer, adds_bos):
     for max_length in (5, 6, 8, 9):
         assert_alike(tokenizer, records, max_length)
     texts = ["Is it? Yes, it is.", "Is it? No, it is not.", "Is it? No, it is it.", "Is it!", "Is it? Yesterday"]
+    texts.append("Is it? Yes")  # the beginning of others
     assert_alike(tokenizer, [{"chosen": a, "rejected": b} for a, b in itertools.permutations(texts, 2)])

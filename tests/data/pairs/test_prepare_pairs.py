@@ -45,9 +45,9 @@ def decode(tokenizer, pair):
 def test_the_parts_of_pairs_of_texts(tokenizer):
     record = {"prompt": "Sum:\n", "chosen": "is 4", "rejected": "is five"}
     assert decode(tokenizer, encode_record(tokenizer, record)) == ["Sum:\n", f"[is 4{END}]", f"[is five{END}]"]
-    # Without a prompt it is what the tokens have in common, also if one text ends there.
+    # Without a prompt it is what the tokens have in common, except the last token of a text that ends there.
     texts = {"chosen": "\n\nHuman: Sum?\n\nAssistant: four", "rejected": "\n\nHuman: Sum?\n\nAssistant: four, no five"}
-    expected = ["\n\nHuman: Sum?\n\nAssistant: four", f"[{END}]", f"[, no five{END}]"]
+    expected = ["\n\nHuman: Sum?\n\nAssistant: fo", f"[ur{END}]", f"[ur, no five{END}]"]
     assert decode(tokenizer, encode_record(tokenizer, texts)) == expected
 
 
