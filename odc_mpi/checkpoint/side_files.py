@@ -115,6 +115,13 @@ def read_generation_config(directory: Path | None) -> dict[str, Any]:
     return content
 
 
+def end_tokens(tokenizer: Any, base: Path | None) -> list[int]:
+    """Return the token that ends a sequence, and those in generation_config.json of the base model, if it has one."""
+    eos = read_generation_config(base).get("eos_token_id")
+    ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    return [token for token in dict.fromkeys(ends) if isinstance(token, int)]
+
+
 def _load(files: Mapping[str, bytes]) -> Any | None:
     """Load a tokenizer from its files. Return None if there are no files, or if transformers cannot load them."""
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.side_files import read_generation_config
+from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
@@ -84,9 +84,7 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
             base = Path(config["model"]["path"])
     if prediction_task(type(meta_model.module).__name__) is REWARD:
         raise UserError(f"expected a language model, got {name}, a reward model, which generates no text")
-    eos_tokens = read_generation_config(base).get("eos_token_id")
-    ends = [loaded_tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
-    stop = tuple(dict.fromkeys(token for token in ends if isinstance(token, int)))
+    stop = tuple(end_tokens(loaded_tokenizer, base))
     return GenerationModel(name, meta_model, loaded_tokenizer, stop)
 
 

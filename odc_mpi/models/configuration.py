@@ -81,6 +81,9 @@ def _standard_names(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]
     settings = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
     if "rope_scaling" in settings:
         settings["rope_parameters"] = settings.pop("rope_scaling")
+    if isinstance(rope := settings.get("rope_parameters"), Mapping) and "type" in rope:
+        renamed = {"rope_type": rope["type"], **rope}
+        settings["rope_parameters"] = {key: value for key, value in renamed.items() if key != "type"}
     if "rope_theta" in settings and getattr(config, "rope_parameters", None):
         theta = {"rope_theta": settings.pop("rope_theta")}
         settings["rope_parameters"] = _update(settings.get("rope_parameters"), theta)

@@ -14,7 +14,7 @@ Given the merged output and log-sum-exp, the backward kernel yields the exact gr
 grouped-query attention, key and value heads are transferred without repetition.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.attention import ContextParallelUnsupportedError, SequenceChunk
-from odc_mpi.models.families import trial_inputs
+from odc_mpi.models.families import rope_types, run_trial, trial_inputs
 
 _aten = torch.ops.aten
 #: Types of rotary embeddings whose frequencies depend on the number of tokens in the input.
@@ -212,7 +212,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> tu
         ContextParallelUnsupportedError: The check failed.
     """
     config = module.config.get_text_config()
-    if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
+    if ropes := sorted(set(rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
         raise ContextParallelUnsupportedError(f"its rotary frequencies depend on the length: {', '.join(ropes)}")
     if getattr(config, "output_router_logits", False):
         raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
@@ -225,7 +225,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> tu
         return torch.empty_like(query)
 
     try:
-        module(**trial_inputs([3]), chunk=SequenceChunk(num_tokens, attend))
+        run_trial(module, **trial_inputs([3]), chunk=SequenceChunk(num_tokens, attend))
     except ContextParallelUnsupportedError:
         raise
     except Exception as error:  # for example a module that reads values, see `build`
@@ -235,12 +235,3 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> tu
     if not layers or layers != list(range(len(layers))):
         raise ContextParallelUnsupportedError(f"expected one attention in each layer, in order, got {layers}")
     return len(layers), max(sizes)
-
-
-def _rope_types(content: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in a configuration, which may specify a type for each layer type."""
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            if key in ("rope_type", "type") and isinstance(value, str):
-                yield value
-            yield from _rope_types(value)

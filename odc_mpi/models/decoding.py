@@ -9,12 +9,17 @@ import torch
 import transformers
 
 from odc_mpi.models.attention import IMPLEMENTATIONS
+from odc_mpi.models.families import rope_types
 from odc_mpi.shard.model import ShardedModel
 
 #: Function that calls the model's `generate` and returns the tokens of prompts and completions. Its arguments are the
 #: prompts' tokens and attention mask, both int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or
 #: None; and any other keyword arguments for `generate`.
 DecodeFn = Callable[..., torch.Tensor]
+
+
+#: Layers of a transformers cache with keys and values only, which can be repeated, selected and padded on the left.
+_KEY_VALUE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"}
 
 
 class Prompt(NamedTuple):
@@ -39,8 +44,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
     uses transformers' attention. On exit, its modes and settings and PyTorch's random number generators are restored.
     Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
-    # From transformers 5.24 on, the argument of the forward is `cache`.
-    cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    cache_name = _cache_name(module)
 
     def decode(
         tokens: torch.Tensor,
@@ -81,6 +85,26 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
             config.use_cache = use_cache
         for submodule in training:
             submodule.training = True
+
+
+def decodes_batches(module: Any) -> bool:
+    """Return True if a model can decode prompts of different lengths together, and share the cache of a prompt.
+
+    It cannot if its layers keep states, which would include the padding, or if its attention chunks or rotary
+    frequencies depend on the length of the padded row.
+    """
+    config = module.config.get_text_config(decoder=True)
+    layers = {type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers}
+    by_length = "longrope" in rope_types(config.to_dict()) or "chunked_attention" in (
+        getattr(config, "layer_types", None) or ()
+    )
+    has_cache = _cache_name(module) in inspect.signature(module.forward).parameters
+    return has_cache and layers <= _KEY_VALUE_LAYERS and not by_length
+
+
+def _cache_name(module: Any) -> str:
+    # From transformers 5.24 on, the argument of the forward is `cache`.
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:

@@ -110,6 +110,8 @@ def _adapters(checkpoint: Checkpoint, base: Path | None) -> _Content:
         load_base(checkpoint, base=base)
     metadata = checkpoint.manifest.metadata
     location = str(base or "") or metadata["base"]["path"] or ""
+    if location and Path(location).exists():  # peft may load the adapters in another working directory
+        location = str(Path(location).absolute())
     path = Path(cached_model_path(location))
     if location and is_model_directory(path) and _is_multimodal(path):
         raise UserError(

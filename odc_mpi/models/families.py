@@ -7,9 +7,10 @@ a model that is not causal, that does not use the causal language modeling loss 
 does not shift the labels), or whose `forward` changes the weights. docs/models.md lists the families.
 """
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,8 @@ def build_for_training(
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
     """Return the reason if the class, configuration or modules of a model rule out packing, otherwise None."""
     config = module.config.get_text_config()
+    if "longrope" in rope_types(config.to_dict()):
+        return "its rotary frequencies depend on the length of the sequence"
     mixing = {type(each).__name__ for each in module.modules() if isinstance(each, _MIXING_MODULES)}
     layer_types = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
     if layer_types:
@@ -105,7 +108,7 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
     """Decide by a trial with two short sequences on the meta device whether a model trains on packed sequences."""
     with attention.recorded_calls() as calls:
         try:
-            module(**trial_inputs([2, 2]))
+            run_trial(module, **trial_inputs([2, 2]))
         except attention.PackingUnsupportedError as error:
             return Packing(str(error))
         except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
@@ -116,6 +119,20 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
             if len({layer for layer, _ in calls}) < num_layers:
                 return Packing("not all of its layers call the attention function")
     return Packing(soft_caps=any(has_soft_cap for _, has_soft_cap in calls))
+
+
+def rope_types(content: Any) -> Iterator[str]:
+    """Yield the types of rotary embeddings in a configuration, which may specify a type for each layer type."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            yield from rope_types(value)
+
+
+def run_trial(module: nn.Module, **inputs: Any) -> None:
+    """Run a copy of a model on the meta device, since a `forward` may keep what it computed, such as frequencies."""
+    copy.deepcopy(module)(**inputs)
 
 
 def trial_inputs(lengths: Sequence[int], *, packs: bool = True) -> dict[str, Any]:
@@ -169,7 +186,7 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
 def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
     """Raise `UserError` if a forward pass with two tokens on the meta device shows that the model cannot run."""
     try:
-        module(**trial_inputs([2], packs=False))
+        run_trial(module, **trial_inputs([2], packs=False))
     except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
         if not _is_trial_artifact(error):
             raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error

@@ -9,10 +9,14 @@ is stored, but the logits are not, so memory does not grow with vocabulary size 
 
 The prefill of a prompt is computed once for all of its completions. Once half of the completions in a batch of 16 or
 more have ended, `generate` is called again with the keys and values of the other completions.
+
+A model that cannot do this, for example because its layers keep states, decodes one prompt's completions at a time, and
+computes the prompt for each of them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +26,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from odc_mpi.models.decoding import Prompt, generation_mode
+from odc_mpi.models.decoding import Prompt, decodes_batches, generation_mode
 
 #: Maximum number of elements in the float64 distributions that are in memory during sampling.
 _MAX_ELEMENTS = 1 << 24
@@ -75,19 +79,26 @@ def sample(
     on_prompt_done: OnPromptDone,
     on_token: Callable[[int], None] = lambda token: None,
 ) -> None:
-    """Sample completions for one or more prompts in one decode batch. One-sided if the model is sharded.
+    """Sample completions for one or more prompts, in one decode batch if possible. One-sided if the model is sharded.
 
     `module` is a transformers causal language model with enough positions for the longest prompt plus
     `max_completion_length` tokens. When all completions of a prompt have ended, `on_prompt_done` is called with the
     prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th token of
     each unfinished completion is sampled.
     """
+    shares_cache = decodes_batches(module)
+    if len(prompts) > 1 and not shares_cache:
+        for i, prompt in enumerate(prompts):
+            done = partial(lambda number, _, completions: on_prompt_done(number, completions), i)
+            sample(module, [prompt], sampling, done, on_token)
+        return
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
     settings = {"do_sample": False, "pad_token_id": 0}
-    cache = transformers.DynamicCache(config=module.config.get_text_config(decoder=True))
+    config = module.config.get_text_config(decoder=True)
+    cache = transformers.DynamicCache(config=config) if shares_cache else None
     with generation_mode(module) as decode:
-        if tokens.shape[1] > 1:
+        if cache is not None and tokens.shape[1] > 1:
             # Prefill once for all completions of a prompt, without the last token, with which `generate` begins.
             decode(tokens[:, :-1], mask[:, :-1], settings | {"max_new_tokens": 1}, cache=cache)
             cache.batch_repeat_interleave(sampling.num_generations)
@@ -102,7 +113,8 @@ def sample(
                 stopping_criteria=StoppingCriteriaList([sampler.find_stopped_rows]),
             )
             remaining = sampler.drop_finished_rows()
-            cache.batch_select_indices(remaining.to(module.device))
+            if cache is not None:
+                cache.batch_select_indices(remaining.to(module.device))
             added = decoded.shape[1] - tokens.shape[1]
             tokens = decoded.cpu()[remaining]
             mask = torch.nn.functional.pad(mask[remaining], (0, added), value=1)

@@ -231,6 +231,13 @@ def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> Cos
     return replace(meta_model.flops, linear=meta_model.flops.linear * (2 + trained_fraction) / 3)
 
 
+def _vocabulary_remedy(remedy: str, path: str | None, size: int) -> str:
+    # The weights of a model on disk fix the size of its embedding.
+    if path is None:
+        return f"{remedy}, or raise model.config.vocab_size to {size}"
+    return f"{remedy}, or save the model after resize_token_embeddings({size}) of transformers"
+
+
 def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
     path = model.path
     tokenizer = _find_tokenizer(Path(path)) if path is not None and dataset.vocabulary else None
@@ -242,12 +249,12 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
     if dataset.vocab_size > meta_model.vocab_size and tokenizer is None:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer of {dataset.vocab_size} tokens, the model "
-            f"has {meta_model.vocab_size}: {remedy}, or raise model.config.vocab_size"
+            f"has {meta_model.vocab_size}: {_vocabulary_remedy(remedy, path, dataset.vocab_size)}"
         )
     if dataset.max_token_id >= meta_model.vocab_size:
         raise UserError(
             f"{setting}: {dataset.path} contains the token id {dataset.max_token_id}, the model has "
-            f"{meta_model.vocab_size} tokens: {remedy}, or raise model.config.vocab_size"
+            f"{meta_model.vocab_size} tokens: {_vocabulary_remedy(remedy, path, dataset.max_token_id + 1)}"
         )
     if path is not None and isinstance(dataset, Dataset):
         files = [tokenizer_files(Path(each)).get(_TOKENIZER) for each in (path, dataset.path)]

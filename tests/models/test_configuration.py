@@ -38,6 +38,10 @@ def saved(tmp_path_factory):
     [
         ({"rope_parameters": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5e5}}),
         ({"rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5e5}}),
+        (
+            {"rope_scaling": {("type" if key == "rope_type" else key): value for key, value in YARN.items()}},
+            {"rope_parameters": {**YARN, "rope_theta": 5e5}},
+        ),
         ({"rope_theta": 1e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ({"rms_norm_eps": 1e-3, "attention_dropout": 0.5}, {"rms_norm_eps": 1e-3, "attention_dropout": 0.5}),
     ],

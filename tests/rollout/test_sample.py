@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from packed_models import packed_model, plain_completion, plain_model
+from tiny_qwen2 import SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.decoding import Prompt
@@ -90,3 +92,22 @@ def test_unlikely_tokens_are_left_out(top_k, top_p, kept):
     logps = torch.tensor([[0.0, 0.15, 0.5, 0.3, 0.05]], dtype=torch.float64).log()
     found = _truncation(RolloutSamplingParams(1, 1, top_k=top_k, top_p=top_p))(None, logps).exp()
     assert torch.nonzero(found[0])[:, 0].tolist() == kept
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "mamba", "state_size": 4},
+        {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"]},
+    ],
+    ids=["mamba", "lfm2"],
+)
+def test_a_model_with_states_decodes_one_prompt_at_a_time(monkeypatch, settings):
+    monkeypatch.setattr("odc_mpi.rollout.sample._MIN_ROWS", 4)
+    config = AutoConfig.for_model(**{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, **settings})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    found = completed(model, PROMPTS, RolloutSamplingParams(4, 12, temperature=0.0))
+    for prompt in PROMPTS:
+        wanted = plain_completion(model, list(prompt.tokens), 0, SamplingParams(12), list(STOP))
+        assert found[prompt.number].tokens == [wanted] * 4

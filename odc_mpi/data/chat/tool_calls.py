@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 
@@ -36,37 +35,25 @@ def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
 
     GLM and Qwen3-Coder write names and values between tags, LFM2 writes the arguments of a call in Python.
     """
-    if any(dump in text for dump in _dumps(arguments)):
+    if json.dumps(arguments, ensure_ascii=False) in text:
         return True
     if arguments and all(f"{name}={value!r}" in text for name, value in arguments.items()):
         return True
     if is_distorted(text, arguments):
         return False
     # Among names and values, Qwen3-Coder writes None and True.
-    forms = ((str(leaf).strip(), json.dumps(leaf, ensure_ascii=False).strip('"')) for leaf in _leaves(arguments))
-    return all(any(form in text for form in each) for each in forms) or arguments in _objects(text)
+    forms = (
+        (str(leaf).strip(), *(json.dumps(leaf, ensure_ascii=is_ascii).strip('"') for is_ascii in (False, True)))
+        for leaf in _leaves(arguments)
+    )
+    return all(any(form in text for form in each) for each in forms)
 
 
 def is_distorted(text: str, arguments: dict[str, Any]) -> bool:
     """Return True if a text contains arguments in Python's representation, or as JSON text in a JSON string."""
-    doubled = (json.dumps(dump, ensure_ascii=is_ascii) for dump in _dumps(arguments) for is_ascii in (False, True))
+    as_text = json.dumps(arguments, ensure_ascii=False)
+    doubled = (json.dumps(as_text, ensure_ascii=is_ascii) for is_ascii in (False, True))
     return any(dump in text for dump in doubled) or any(repr(value) in text for value in _containers(arguments))
-
-
-def _dumps(arguments: dict[str, Any]) -> list[str]:
-    return [
-        json.dumps(arguments, ensure_ascii=is_ascii, separators=separators)
-        for is_ascii in (False, True)
-        for separators in (None, (",", ":"))
-    ]
-
-
-def _objects(text: str) -> Iterator[Any]:
-    decode, position = json.JSONDecoder().raw_decode, text.find("{")
-    while position >= 0:
-        with suppress(ValueError, RecursionError):
-            yield decode(text, position)[0]
-        position = text.find("{", position + 1)
 
 
 def _containers(value: Any) -> Iterator[Any]:

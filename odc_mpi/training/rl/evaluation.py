@@ -45,7 +45,7 @@ class RewardEvaluator(PeriodicEvaluator):
         super().__init__(config.run, model)
         self._rl, self._world = config.rl, world
         self._prompts, self._rewards_of = prompts, rewards_of
-        self._codec, self._tickets = PromptCodec(prompts), Tickets(world)
+        self._codec, self._tickets = PromptCodec(prompts, config.model.path), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
         shares = _EXACT_SHARES if config.run.exact else world.size
         lengths = prompts.lengths[:count].tolist()

@@ -2,16 +2,19 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.loader import Minibatch, ShuffledSampler
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import UserError
+from odc_mpi.hub import cached_model_path
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import GroupRewards
 
@@ -59,11 +62,11 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 class PromptCodec:
     """Prepares prompts for sampling and completions for rewards. Raises `UserError` if there are no stop tokens."""
 
-    def __init__(self, prompts: PromptDataset) -> None:
+    def __init__(self, prompts: PromptDataset, model_path: str | None) -> None:
         self._tokenizer: Any = prompts.tokenizer
-        end, turn = self._tokenizer.eos_token_id, end_of_turn_token(self._tokenizer)
-        self._stop = [token for token in (end,) if token is not None]
-        self._stop_of_chat = [token for token in (end, turn) if token is not None]
+        turn = end_of_turn_token(self._tokenizer)
+        self._stop = end_tokens(self._tokenizer, Path(cached_model_path(model_path)) if model_path else None)
+        self._stop_of_chat = [*self._stop, *([] if turn is None or turn in self._stop else [turn])]
         if not self._stop_of_chat:
             raise UserError(
                 f"{prompts.path}: expected a tokenizer with an end-of-sequence token (eos_token), got none: every "

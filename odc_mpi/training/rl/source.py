@@ -92,7 +92,7 @@ class RolloutSource(MinibatchSource):
         self._max_tokens = config.data.max_tokens_per_microbatch
         self._prompts, self._loader = prompts, loader
         self._reward_names, self._rewards_of = reward_names, rewards_of
-        self._codec = PromptCodec(prompts)
+        self._codec = PromptCodec(prompts, config.model.path)
         num_groups = config.data.minibatch_sequences // config.rl.num_generations
         self._tickets = Tickets(world)
         self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)

@@ -1,11 +1,13 @@
 """Prompts and completions as reward functions get them, and the lengths of completions that are expected."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from number_words import number_words
 
+from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.training.rl.prompts import PromptCodec, predict_lengths
@@ -14,7 +16,7 @@ from odc_mpi.training.rl.prompts import PromptCodec, predict_lengths
 def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1 2", "answer": "3"}))
     prompts = PromptDataset(tmp_path / "p.jsonl", number_words(end=60))
-    text, row, drawn = PromptCodec(prompts), prompts[0], [[3, 60], [4, 5]]
+    text, row, drawn = PromptCodec(prompts, None), prompts[0], [[3, 60], [4, 5]]
     given = text.reward_kwargs(row, drawn)
     assert text.encode(0, row) == Prompt(0, [1, 2], [60])
     assert given == {
@@ -42,3 +44,10 @@ def test_new_prompts_follow_the_observed_ones(observed, expected):
     assert predict_lengths(range(5), PROMPTS, observed) == pytest.approx(expected, abs=1e-9)
     other_order = dict(reversed(observed.items()))
     assert predict_lengths(range(5), PROMPTS, other_order) == predict_lengths(range(5), PROMPTS, observed)
+
+
+def test_completions_stop_at_the_end_tokens_of_the_base(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    assert end_tokens(tokenizer, tmp_path) == [2, 7]
+    assert end_tokens(tokenizer, None) == [2]
