@@ -233,6 +233,7 @@ soak: $(READY)
 	ODC_MPI_LONG=1 timeout $(SOAK_LIMIT_S) $(BIN)/python -m pytest tests/slurm/test_time_limit.py
 
 fuzz: $(READY)
+	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(BIN)/python tests/fuzz/records.py --seed $(SEED)
 	OMP_NUM_THREADS=1 timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --jobs $(JOBS)
 
 # The files of a release, in dist/: wheel and sdist.

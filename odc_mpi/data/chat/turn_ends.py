@@ -46,7 +46,8 @@ def find_turn_end(
     opening = before.rpartition(_QUESTION)[2]
     tokens, next_token = [each[0] for each in special.finditer(tail)], special.match(following.lstrip())
     if tokens and following.startswith(tail):
-        return TurnEnd(tokens[-1])
+        rest = tail.rpartition(tokens[-1])[2]
+        return TurnEnd(tokens[-1], rest=rest if rest.strip() else "")
     is_same = bool(tokens) and next_token is not None and tokens[0] == next_token[0]
     is_prompt = tail.strip() == opening.strip() != "" and not is_same  # the generation prompt, without an end of turn
     if tokens and not is_prompt:
