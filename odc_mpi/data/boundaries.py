@@ -14,12 +14,13 @@ def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def tokenize_pairs(tokenizer: Any, prompts: Sequence[str], completions: Sequence[str]) -> list[list[list[int]]]:
-    """Return the tokens of each prompt, which are those of the prompt alone, and the tokens of its completion.
+    """Return a list of the tokens of all prompts, and a list of the tokens of all completions.
 
-    At the beginning of a text, byte-level tokenizers without a prefix use the same tokens as elsewhere, so they
-    tokenize completions alone. SentencePiece tokenizers insert a space there, and WordPiece begins a word. With these,
-    the completion has the tokens that follow the prompt's in the joined text, as in TRL or, if the prompt and the
-    completion share a token there, those that follow another text.
+    A prompt has the same tokens as in generation, where nothing follows it. Byte-level tokenizers use the same tokens
+    at the beginning of a text as elsewhere, so completions are tokenized alone. SentencePiece tokenizers insert a space
+    at the beginning, and WordPiece begins a word. With these tokenizers, prompt and completion are tokenized together,
+    as in TRL, and the completion has the tokens after the prompt's. If one token then contains text from both, the
+    completion is tokenized after one of `_CONTEXTS` instead of the prompt.
     """
     prompt_ids = tokenize_texts(tokenizer, prompts)
     splitter = tokenizer.backend_tokenizer.pre_tokenizer

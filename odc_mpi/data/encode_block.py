@@ -62,16 +62,16 @@ class FilterCounts:
     Attributes:
         num_bad_lines, bad_lines: Number of invalid records, and the error messages for the first three.
         num_truncated: Number of sequences that were truncated to the maximum length and not dropped afterward.
-        num_dropped: Number of sequences that were dropped because they are longer than the maximum length, where they
-            have no loss tokens within it, or by request.
-        num_untrained_dropped: Number of sequences and examples that were dropped because they have no loss tokens.
+        num_dropped: Number of sequences that were dropped because they are longer than the maximum length: all of them
+            with `overlong="drop"`, otherwise those without loss tokens within this length.
+        num_untrained_dropped: Number of examples that were dropped because they have no loss tokens at any length.
         num_split, num_split_turns: Number of plain texts that were split, and of conversations with several sequences.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing from the first of these conversations.
-        ignored: Number of records with each part that is not used, keyed by its description, such as a field's name.
-        num_chats, num_unended: Number of conversations, and of those in which no answer's end has loss.
-        unended: Token that ends an answer, or a turn, in the first of the latter.
+        ignored: Numbers of records with a part that is not used, keyed by its description, such as a field's name.
+        num_chats, num_unended: Number of conversations, and of conversations in which no answer's end has loss.
+        unended: Token that should end the answers of the first conversation that `num_unended` counts.
     """
 
     num_bad_lines: int = 0

@@ -118,15 +118,10 @@ class PrepareReport(FilterCounts):
                 lines.append(f"{count:,} {description}")
         lines += [f"ignored: {name} in {_lines(count)}" for name, count in sorted(self.ignored.items())]
         if self.num_unended:
-            every = (
-                "no answer ends"
-                if self.num_unended == self.num_chats
-                else f"in {_lines(self.num_unended)} no answer ends"
-            )
             lines.append(
-                f"warning: {every} with a loss token that stops generation, so the model does not learn to stop; the "
-                f"token is {self.unended!r}: use a chat template that writes it inside of answers (or of their "
-                "{% generation %} marks), such as TRL's training templates, with --chat-template FILE"
+                f"warning: in {_lines(self.num_unended)} of {self.num_chats:,} no answer ends with a loss token that "
+                f"stops generation, such as {self.unended!r}, so the model does not learn to stop: use another chat "
+                "template, such as one of TRL's training templates, with --chat-template FILE"
             )
         if self.num_bad_lines:
             lines += [f"{self.num_bad_lines:,} skipped: invalid", *self.bad_lines]

@@ -21,11 +21,12 @@ class Rendered(NamedTuple):
     """Text of one training example.
 
     Attributes:
+        text: Complete text, which is tokenized.
         spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
             parts that the chat template marks.
-        omitted: End of the generation prompt that is missing from `text`, such as "<think>"; empty if none is missing.
+        omitted: Last part of the generation prompt, such as "<think>", if `text` lacks it; otherwise empty.
         ignored: Descriptions of the parts of the record that `text` does not contain.
-        unended: Token that ends an answer in this template, if no answer's end has loss; otherwise empty.
+        unended: Empty if an answer ends with a special token that has loss. Otherwise the token that should end one.
     """
 
     text: str
@@ -89,7 +90,7 @@ def find_ignored(chat: Conversation, indices: Sequence[int], example: Rendered, 
     reasoning = [_without_space(chat.messages[i].get(REASONING[0], "")) for i in indices]
     trained = "".join(example.text[begin:end] for begin, end in example.spans) if any(reasoning) else ""
     if any(each not in _without_space(trained) for each in reasoning):
-        yield f"`{REASONING[0]}` of messages {_DROPPED}"
+        yield f"reasoning of messages {_DROPPED}"
     names = [tool.get("function", tool) for tool in chat.tools or ()]
     if any(isinstance(each, dict) and str(each.get("name", "")) not in example.text for each in names):
         yield f"`tools` {_DROPPED}"

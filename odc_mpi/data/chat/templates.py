@@ -97,7 +97,11 @@ class ChatRenderer:
         return example._replace(ignored=ignored, unended=unended)
 
     def close_turn(self, text: str) -> str:
-        """Return a rendered text that ends with an answer, up to and including its end-of-turn token."""
+        """Return a rendered text that ends with an answer such that its last token is the end-of-turn token.
+
+        Text after this token is removed, and the token is added if the template writes it only before another message.
+        Without such a token, the text is returned unchanged.
+        """
         text = text.removesuffix(self.turn_end.rest) + self.turn_end.closing
         return text[: self._length_of_turn(text)]
 
@@ -225,7 +229,7 @@ class ChatRenderer:
             if all(contains_arguments(*call) for call in calls):
                 return rendered
             if any(is_distorted(*call) for call in calls):
-                error = ValueError("it does not write the arguments of tool calls as JSON")
+                error = ValueError("it writes the arguments of tool calls neither as JSON nor as names and values")
             else:
                 without_arguments = without_arguments or rendered
         if without_arguments is not None:
@@ -257,7 +261,9 @@ def _with_known_reasoning(messages: list[dict[str, Any]], names: Container[str])
 
 
 def fix_time(tokenizer: Any, time: str) -> None:
-    """Let a tokenizer's chat templates render the date of `time`, in ISO format, instead of the current date.
+    """Change a tokenizer's chat templates so that they write the date of `time` instead of the current date.
+
+    `time` is in ISO format.
 
     A macro replaces the function `strftime_now`, because transformers' renderer accepts no functions as arguments.
     """

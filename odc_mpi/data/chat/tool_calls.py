@@ -31,9 +31,10 @@ def called_functions(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
-    """Return True if a text contains arguments as a JSON object, or as names and values.
+    """Return True if a text contains arguments in one of the forms that published chat templates write.
 
-    GLM and Qwen3-Coder write names and values between tags, LFM2 writes the arguments of a call in Python.
+    These are a JSON object; names and values, as GLM and Qwen3-Coder write them between tags; and the arguments of a
+    call in Python, as LFM2 writes them.
     """
     if json.dumps(arguments, ensure_ascii=False) in text:
         return True

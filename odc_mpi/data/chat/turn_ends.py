@@ -16,13 +16,14 @@ _CHAT = (
 
 
 class TurnEnd(NamedTuple):
-    """The end of an answer.
+    """End of an answer in a chat template.
 
     Attributes:
         token: Special token that ends an answer; "" if the template writes none.
-        closing: Text up to and including `token`, if the template writes it only when another message follows: at the
-            beginning of the next turn, as in GLM, or between two turns. Otherwise "".
-        rest: Text that the template always writes after the end of the turn, such as the generation prompt; or "".
+        closing: Text to append to the last answer of a conversation, which ends with `token`. Not empty if the template
+            writes the token only when another message follows: to begin the next turn, as in GLM, or between two turns.
+        rest: Text to remove from the end of a conversation: what the template writes after the end of the last turn,
+            such as a generation prompt that was not requested. Usually empty.
     """
 
     token: str = ""
@@ -36,7 +37,11 @@ def find_turn_end(
     eos_token: str | None,
     bos_token: str | None,
 ) -> TurnEnd:
-    """Return the end of an answer, given a function that renders messages, and a pattern for the special tokens."""
+    """Find out how a chat template ends an answer, by rendering a short conversation with `render`.
+
+    `special` matches the tokenizer's special tokens. The eos token may follow the end of a turn; the bos token does not
+    end one. Returns empty texts if the template rejects the conversation.
+    """
     try:
         turn, longer = render(_CHAT[:2]), render(_CHAT)
     except UserError:  # raised again when messages are rendered

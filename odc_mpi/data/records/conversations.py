@@ -21,10 +21,10 @@ def turns(record: Mapping[str, Any], name: str, role: str, location: str) -> lis
 def conversation(
     record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
-    """Return a conversation with the system prompt, the earlier turns and the tools from other fields of the record.
+    """Return a conversation of `messages`, with the system prompt, the history and the tools in fields of the record.
 
-    Messages have no loss if one of `LOSS_FLAGS` is 0 or false, if they are at index 0, or among the first
-    `num_context`, to which earlier turns are added unless it is 0.
+    The history precedes `messages`. A message has no loss if one of `LOSS_FLAGS` is 0 or false, or if it begins the
+    conversation. The first `num_context` of `messages` have no loss; unless this is 0, the history has none, either.
     """
     history = _history(record, location)
     messages, num_context = [*history, *messages], num_context and num_context + len(history)
@@ -81,7 +81,7 @@ def refuse_fields_beside(record: Mapping[str, Any], texts: str, expected: str, l
     """Raise an `InvalidRecordError` if `BESIDE` is not empty in a record whose texts cannot become a chat."""
     for name in BESIDE:
         if record.get(name) not in (None, "", "[]", []):
-            raise InvalidRecordError(f"{location}: expected {expected} beside {name!r}, got {texts}")
+            raise InvalidRecordError(f"{location}: expected {name!r} together with {expected}, got it with {texts}")
 
 
 def instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:

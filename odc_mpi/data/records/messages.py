@@ -18,9 +18,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Check the messages in the field `name`, and return them in the form that chat templates expect.
 
-    The content of each message becomes one string. Roles are translated, null fields are removed, `from` and `value`
-    are renamed, calls in `tool_calls`, in `function_call` or in messages of this role get the form of
-    `tool_calls.parse_calls`, and reasoning is in `reasoning_content`. Raises an `InvalidRecordError` for invalid ones.
+    The content of each message becomes one string. Roles are translated, and null fields removed. `from` becomes
+    `role`, and `value` becomes `content`. Calls become `tool_calls` in the form of `parse_calls`, whether they are in
+    this field, in `function_call`, or the content of a message with the role "function_call". Reasoning becomes
+    `reasoning_content`. Raises an `InvalidRecordError` if a message is invalid.
     """
     if not isinstance(messages, list):
         kind = json_kind(messages) + (" that is not the JSON text of messages" if isinstance(messages, str) else "")

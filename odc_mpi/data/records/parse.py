@@ -46,7 +46,7 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
             return conversation(record, messages, location)
         return PromptCompletion(location, prompt, completion)
     if "text" in required:
-        refuse_fields_beside(record, "'text'", "'messages', or 'prompt' and 'completion',", location)
+        refuse_fields_beside(record, "'text'", "'messages', or 'prompt' and 'completion'", location)
         return PromptCompletion(location, "", text_field(record, "text", location))
     if "instruction" in required:
         answer = {"role": "assistant", "content": text_field(record, "output", location)}

@@ -88,11 +88,11 @@ def ignored_fields(record: Mapping[str, Any], columns: Columns) -> list[str]:
 
 
 def check_loss_fields(record: Mapping[str, Any], location: str) -> None:
-    """Raise an `InvalidRecordError` if a field of the record restricts the loss, which only messages can do."""
+    """Raise an `InvalidRecordError` if a record has one of `LOSS_FLAGS` that would exclude text from the loss."""
     for name in LOSS_FLAGS:
         value = record.get(name)
         if isinstance(value, list | dict) or value in (False, "0", "false", "False"):
             raise InvalidRecordError(
-                f"{location}: got the field {name!r}, which restricts the loss and is not supported for records: "
-                "give 'weight' or 'train' in each message, or remove the field"
+                f"{location}: expected {name!r} in messages only, got it at the top level of the record: set 'weight' "
+                "or 'train' in each message, or remove the field"
             )

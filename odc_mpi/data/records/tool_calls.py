@@ -25,10 +25,11 @@ def parse_tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def parse_calls(calls: Any, name: str, location: str) -> list[dict[str, Any]]:
-    """Return calls, from the field `name`, in the form of OpenAI, with the arguments as an object.
+    """Return a list of calls, each as `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
 
-    `calls` is a call, a list of calls, JSON text of one of these, or empty. A call is an object with `name`, or one
-    with `function`, which has `name`. Raises an `InvalidRecordError` if it is something else.
+    `calls` is the value of the field `name`: a call, a list of calls, JSON text of one of these, or empty. A call has
+    this form, or is the inner object alone. Its arguments are an object, JSON text of one, or missing. Raises an
+    `InvalidRecordError` if `calls` is something else.
     """
     if isinstance(calls, str) and (calls.strip() or name == "function_call"):
         calls = from_json(calls, f"{location}: expected JSON text in {_article(name)}")

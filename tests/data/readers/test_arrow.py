@@ -42,7 +42,7 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch):
         assert f"{name!r}: no such file or folder (did you mean chats.jsonl?): give" in refused(name)
     for name in ("data/chat.csv", "data/a.txt.gz", "./chat", "../a/b", "mine/CHATS.JSONL", "mine/other/data"):
         assert f"{name!r}: no such file or folder: give" in refused(name)
-    assert f"{str(Path.home() / 'a/b')!r}: no such file or folder: give" in refused("~/a/b:0.5")
+    assert f"{str(Path.home() / 'a/b')!r}: no such file or folder: give" in refused("~/a/b")
 
 
 def test_saved_data_sets(monkeypatch):

@@ -177,7 +177,7 @@ def test_all_names_of_flags_keep_answers_out_of_the_loss(name):
         parse_chat({"messages": [CHAT[0], CHAT[1] | {name: 0.5}]})
     assert parse_chat({"messages": [CHAT[0] | {name: True}, CHAT[1]]}).ignored
     for value in (False, [0, 1], "0"):
-        with pytest.raises(InvalidRecordError, match=f"got the field '{name}', which restricts the loss"):
+        with pytest.raises(InvalidRecordError, match=f"expected '{name}' in messages only"):
             parse_example({"prompt": "x", "completion": "y", name: value}, "here")
 
 
@@ -197,7 +197,9 @@ def test_earlier_turns_system_and_tools_beside_texts():
     for bad in ("[", [["a"]], [["a", 1]], {"a": 1}, 3):
         with pytest.raises(InvalidRecordError, match="'history' to be a list"):
             parse_example(alpaca | {"history": bad}, "here")
-    with pytest.raises(InvalidRecordError, match=r"expected 'messages', or .* beside 'system', got 'text'"):
+    with pytest.raises(
+        InvalidRecordError, match=r"expected 'system' together with 'messages', or .*, got it with 'text'"
+    ):
         parse_example({"text": "x", "system": "y"}, "here")
     assert parse_chat({"messages": [SYSTEM, *CHAT], "system": "Other."}).ignored
 

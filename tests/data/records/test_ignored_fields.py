@@ -26,8 +26,8 @@ def test_fields_that_are_not_used_are_counted(source, stdlib_report, tmp_path):
         lines = [line for line in text.splitlines() if line.startswith("ignored: ")]
         assert lines == [
             "ignored: `mood` of messages (the chat template leaves it out) in 4 lines",
-            "ignored: `reasoning_content` of messages (the chat template leaves it out) in 3 lines",
             "ignored: `topic` in 3 lines",
+            "ignored: reasoning of messages (the chat template leaves it out) in 3 lines",
         ]
         assert "warning" not in text
 
@@ -36,7 +36,7 @@ def test_no_trained_end_is_a_warning(source, stdlib_report, tmp_path):
     (tmp_path / "marks.jinja").write_text(MARKS)
     options = PrepareOptions(tokenizer=stdlib_report.path, chat_template=tmp_path / "marks.jinja")
     text = prepare([source], tmp_path / "a.h5", options).describe()
-    assert "\nwarning: no answer ends with a loss token that stops generation" in text
+    assert "\nwarning: in 4 lines of 4 no answer ends with a loss token that stops generation" in text
     assert "'<|im_end|>'" in text and "--chat-template FILE" in text
 
 
