@@ -22,13 +22,14 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import GENERATION_CONFIG, SideFiles
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import write_files
-from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.files import set_default_mode, sync
 from odc_mpi.hub import cached_model_path, parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import load_base, load_checkpoint
+from odc_mpi.models.peft_directory import BASE_CONFIG
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -43,7 +44,7 @@ class _Content:
 
     `tensors` maps exported names to tensors placed in those of `source`. `config` is the content of adapter_config.json
     or, if `is_model` is True, of config.json. `dtype` names the default torch dtype of floating-point parameters.
-    `buffers` contains the tensors of `source` that keep their dtype.
+    `buffers` contains the tensors of `source` that keep their dtype, and `base_config` the content of base_config.json.
     """
 
     tensors: Mapping[str, PlacedTensor]
@@ -52,6 +53,7 @@ class _Content:
     dtype: str
     is_model: bool
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    base_config: dict[str, Any] = field(default_factory=dict)
 
 
 def export(
@@ -85,11 +87,16 @@ def export(
             directory = Path(name, "model")
             directory.mkdir()
             _write_weights(content, directory, getattr(torch, dtype))
-            side_files = SideFiles(checkpoint.manifest.metadata["config"], base)
+            recorded = checkpoint.manifest.metadata.get("base", {}).get("path")
+            side_files = SideFiles(
+                checkpoint.manifest.metadata["config"], base or (Path(recorded) if recorded else None)
+            )
             if content.is_model:
                 _write_model_config(directory, content.config | {"dtype": dtype}, side_files)
             else:  # adapters use the special tokens of their base
                 _write_json(directory / "adapter_config.json", content.config)
+                if content.base_config:
+                    _write_json(directory / BASE_CONFIG, content.base_config)
             write_files(side_files.tokenizer, directory)
             names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
             for file in (*names, "."):
@@ -124,7 +131,13 @@ def _adapters(checkpoint: Checkpoint, base: Path | None) -> _Content:
     }
     name, revision = parse_name(location) or (location or None, None)  # as peft names a base from the Hub
     config = {**metadata["adapter"], "base_model_name_or_path": name, "revision": revision}
-    return _Content(tensors, _CheckpointTensors(checkpoint), config, "float32", is_model=False)
+    overrides = dict(metadata["base"]["config"] or {}) if location else {}
+    if overrides:
+        warn(
+            f"WARNING: the run changed {', '.join(overrides)} of the base's configuration, which peft does not: make "
+            f"the changes in {BASE_CONFIG} also in config.json of {location}, or export with --merge"
+        )
+    return _Content(tensors, _CheckpointTensors(checkpoint), config, "float32", False, base_config=overrides)
 
 
 def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:

@@ -22,6 +22,8 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Changes to the base's configuration (`model.config` of the run), which an export adds. peft does not read them.
+BASE_CONFIG = "base_config.json"
 #: Entries of adapter_config.json that may have any value: those that `add_adapters` uses, and those that have no effect
 #: after training.
 _NEUTRAL = {
@@ -70,12 +72,13 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
     """
     base = base_model_path(path, base)
     config = _read_config(path)
+    overrides = _read_json(path / BASE_CONFIG) if (path / BASE_CONFIG).is_file() else None
     if missing := sorted(set(SETTINGS) - config.keys()):
         raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():  # such as DoRA
         if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):
             raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")
-    meta_model = build.from_directory(base, attn_implementation)
+    meta_model = build.from_directory(base, attn_implementation, overrides)
     meta_model = add_adapters(meta_model, config, 0, stored_dtype(base))
     return replace(meta_model, weights=_PeftWeights(path, meta_model.module, meta_model.weights))
 
@@ -118,11 +121,17 @@ class _PeftWeights(WeightSource):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json((path / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / _CONFIG}: expected a peft configuration in JSON, got {error}") from error
-    kind = content.get("peft_type") if isinstance(content, dict) else content
-    if not isinstance(content, dict) or kind != "LORA":
+    content = _read_json(path / _CONFIG)
+    if (kind := content.get("peft_type")) != "LORA":
         raise UserError(f"{path / _CONFIG}: expected peft_type LORA, got {kind!r}: other adapters are not supported")
+    return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(type(content).__name__)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a peft configuration in JSON, got {error}") from error
     return content

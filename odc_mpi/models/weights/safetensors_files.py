@@ -83,7 +83,8 @@ class SafetensorsWeights(HashedWeights):
             if not torch.allclose(values, copy, rtol=0, atol=0, equal_nan=True):
                 raise UserError(
                     f"model.path: {self._path} stores different values for parameters that its configuration ties, "
-                    f"{name} and another: set model.config.tie_word_embeddings to false"
+                    f"{name} and another: set tie_word_embeddings to false in config.json there (for training, "
+                    "model.config.tie_word_embeddings is enough)"
                 )
         return values
 

@@ -217,7 +217,10 @@ def _adapter_metadata(
     else:
         shares = world.gather_objects(world.run_on_all(lambda: part_digests(base, world.rank, world.size)))
         digests = {part: share[part] for share in shares for part in share}
-    reference = {"path": config.model.path, "config": config.model.config, "seed": config.run.seed}
+    path = config.model.path
+    if path and Path(path).exists():  # not a name on the Hub
+        path = str(Path(path).absolute())  # commands on the checkpoint may run in another directory
+    reference = {"path": path, "config": config.model.config, "seed": config.run.seed}
     return {"adapter": model.adapter, "base": {**reference, "sha256": dict(sorted(digests.items()))}}
 
 

@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_the_model_of_another(
             train(configure(dataset_path, **still | LORA | {"model.path": base / "a"}), world)
 
 
-def test_ranks_with_different_data_are_reported(world, dataset_path, tmp_path, monkeypatch):
+def test_ranks_with_different_data_are_reported(world, dataset_path, base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # of each rank
     names = {"vocab_size": 61, "tokenizer": "none", "source": "other"}
     with Dataset(dataset_path) as whole, DatasetWriter("data.h5", **names) as writer:
@@ -101,7 +101,7 @@ def test_ranks_with_different_data_are_reported(world, dataset_path, tmp_path, m
             writer.append(tokens.astype(np.uint32), mask)
     differing = r"data.path: data.h5 differs between ranks: rank 1 has [0-9a-f]+, rank 0 has [0-9a-f]+"
     with pytest.raises(AllRanksUserError, match=differing):
-        train(configure("data.h5"), world)
+        train(configure("data.h5", **{"run.dir": base}), world)
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "adapters"])

@@ -5,6 +5,7 @@ import shutil
 
 import huggingface_hub
 import pytest
+import small_training
 import torch
 from test_adapter_training import configure, losses_in
 from test_adapter_training import saved as saved  # a fixture
@@ -111,3 +112,33 @@ def test_another_base_in_that_place_is_refused(world, moved, tmp_path, capsys, f
         assert not (tmp_path / "out").exists()
         assert len(capsys.readouterr().err.splitlines()) == 1
     world.gather_objects(None)
+
+
+def test_exported_adapters_keep_the_base_and_its_changed_configuration(
+    world, dataset_path, shared_dir, tmp_path, monkeypatch, capfd
+):
+    """Also in another directory. The base has two matrices of values that its config.json ties."""
+    base = small_training.save_model(world, shared_dir / "two", tie_word_embeddings=False)
+    if world.rank == 0:
+        content = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (base / "config.json").write_text(json.dumps(content))
+    world.gather_objects(None)
+    settings = {f"model.config.{key}": None for key in small_training.QWEN2} | {"model.path": "two"}
+    settings |= {"model.config.tie_word_embeddings": "false", "model.config.rms_norm_eps": 1e-3}
+    monkeypatch.chdir(shared_dir)
+    train(configure(dataset_path, **settings, **{"run.dir": "of_two", "run.steps": 1}), world)
+    world.gather_objects(None)
+    if world.rank:
+        return
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(shared_dir / "of_two"), "--out", "adapters"]) == 0
+    assert "base_config.json" in capfd.readouterr().err
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    exported, saved = load_model(tmp_path / "adapters"), load_model(shared_dir / "of_two")
+    assert exported.module.config.rms_norm_eps == 1e-3
+    for name, parameter in saved.module.named_parameters():
+        values = (model.weights.read(name, 0, parameter.numel()) for model in (exported, saved))
+        assert torch.equal(*values), name
+    with pytest.raises(UserError, match=r"set tie_word_embeddings to false in config.json there"):
+        load_model(base)
