@@ -208,15 +208,9 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         )
     with _user_errors(f"model.config.model_type: transformers has no default {kind} configuration"):
         default = transformers.AutoConfig.for_model(kind)
-    # Mixtures of experts read head_dim, although their configuration classes do not have it.
-    known = [*default.to_dict(), *default.attribute_map, "head_dim"]
-    unknown = next((key for key in settings if key not in known), None)
-    if unknown is not None:
-        hint = did_you_mean(str(unknown), known, ": {}")
-        raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{hint}")
     _check_counts(settings, "model.config.")
     with _user_errors("model.config: transformers does not accept it"):
-        config = transformers.AutoConfig.for_model(kind, **settings)
+        config = override_config(default, {}, settings)
         if config.get_text_config() is not config:
             hint = f": set it to {text_model_type(config)}"
             raise UserError(f"model.config.model_type: {kind} is multimodal{hint}")

@@ -46,9 +46,16 @@ def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[
         config: Configuration that transformers created from `content`, the content of config.json.
         overrides: New values, keyed by setting name. A nested mapping replaces only the entries that it contains.
     """
-    changed = type(config).from_dict(_merge(config, content, overrides, "model.config."))
+    settings = _standard_names(config, overrides)
+    changed = type(config).from_dict(_merge(config, content, settings, "model.config."))
     values = flatten_config(json.loads(changed.to_json_string(use_diff=False)))
-    for key, value in flatten_config(_standard_names(config, overrides)).items():
+    unused = _unused_rotary_settings(changed) | _unused_rotary_settings(changed.get_text_config())
+    for key, value in flatten_config(settings).items():
+        if "rope_parameters." in key and not unused.isdisjoint(key.split(".")):
+            raise UserError(
+                f"model.config.{key}: {config.model_type} does not use it with its rope_type: change rope_type, too, "
+                "or remove it"
+            )
         if value is not None and values.get(key) != value:
             raise UserError(
                 f"model.config.{key}: expected {value!r} to take effect, but other settings of {config.model_type} "
@@ -57,13 +64,14 @@ def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[
     return changed
 
 
-def _merge(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _merge(config: Any, content: Mapping[str, Any], settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     merged = {**content, "model_type": config.model_type}
     if getattr(config, "rope_parameters", None):
         # In the form of transformers 5, whatever the file has, so that single entries can be replaced.
         merged |= {"rope_parameters": copy.deepcopy(config.rope_parameters), "rope_scaling": None}
-    known = [*config.to_dict(), *config.attribute_map]
-    for key, value in _standard_names(config, overrides).items():
+    # Mixtures of experts read head_dim, although their configuration classes do not have it.
+    known = [*config.to_dict(), *config.attribute_map, "head_dim"]
+    for key, value in settings.items():
         if key not in known:
             of_text = hasattr(getattr(config, "text_config", None), str(key))
             hint = f": did you mean text_config.{key}?" if of_text else did_you_mean(str(key), known, ": {}")
@@ -71,23 +79,56 @@ def _merge(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]
         before = getattr(config, key, None)
         if isinstance(value, Mapping) and hasattr(before, "model_type"):
             merged[key] = _merge(before, content.get(key) or {}, value, f"{prefix}{key}.")
-        else:
-            merged[key] = _update(merged.get(key), value)
+            continue
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and before and key not in _INCIDENTAL:
+            of_layer_types = any(isinstance(each, Mapping) for each in (*before.values(), *value.values()))
+            unknown = [str(each) for each in value if each not in before]
+            if unknown and (of_layer_types or key != "rope_parameters"):  # transformers checks the others
+                raise UserError(
+                    f"unknown setting {prefix}{key}.{unknown[0]} for model_type {config.model_type}: expected some of "
+                    f"{', '.join(map(str, before))}"
+                )
+        merged[key] = _update(merged.get(key), value)
     return merged
 
 
 def _standard_names(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename settings to their names in transformers 5."""
-    settings = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
+    """Rename settings to their names in transformers 5, also those of a nested configuration."""
+    settings = copy.deepcopy({config.attribute_map.get(key, key): value for key, value in overrides.items()})
     if "rope_scaling" in settings:
         settings["rope_parameters"] = settings.pop("rope_scaling")
-    if isinstance(rope := settings.get("rope_parameters"), Mapping) and "type" in rope:
-        renamed = {"rope_type": rope["type"], **rope}
-        settings["rope_parameters"] = {key: value for key, value in renamed.items() if key != "type"}
-    if "rope_theta" in settings and getattr(config, "rope_parameters", None):
-        theta = {"rope_theta": settings.pop("rope_theta")}
-        settings["rope_parameters"] = _update(settings.get("rope_parameters"), theta)
+    if isinstance(rope := settings.get("rope_parameters"), Mapping):
+        settings["rope_parameters"] = _standard_rope(rope)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in settings and name in (getattr(config, "rope_parameters", None) or {}):
+            value = settings[name] if hasattr(config, name) else settings.pop(name)
+            settings["rope_parameters"] = _update(settings.get("rope_parameters", {}), {name: value})
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and hasattr(nested := getattr(config, key, None), "model_type"):
+            settings[key] = _standard_names(nested, value)
     return settings
+
+
+def _standard_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename `type` to `rope_type`, also in the entries of layer types."""
+    renamed = {key: _standard_rope(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
+    if "type" in renamed:
+        kind = renamed.pop("type")
+        renamed.setdefault("rope_type", kind)
+    return renamed
+
+
+def _unused_rotary_settings(config: Any) -> set[str]:
+    """Return the names in `rope_parameters` that transformers does not use with its `rope_type`."""
+    unused: set[str] = set()
+
+    def check(_: str, received: set[str], required: set[str], optional_keys: Any = (), ignore_keys: Any = ()) -> None:
+        unused.update(received - required - {*(optional_keys or ()), *(ignore_keys or ()), "partial_rotary_factor"})
+
+    checked = copy.deepcopy(config)
+    vars(checked)["_check_received_keys"] = check  # that of transformers only logs them
+    checked.validate_rope()
+    return unused
 
 
 def _update(before: Any, value: Any) -> Any:

@@ -87,7 +87,7 @@ class TestFromConfig:
             (LLAMA | {"dtype": []}, "model.config: transformers does not accept it"),
             ({"model_type": "bart", "encoder_layers": 1}, "its loss does not shift the labels"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
-            (SLIDING | {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            (LLAMA | {"model_type": "gemma3_text", "use_bidirectional_attention": True},
              "use_bidirectional_attention is True"),
             ({"model_type": "gemma3"}, "model.config.model_type: gemma3 is multimodal: set it to gemma3_text"),
             ({"model_type": "qwen2_vl"}, "qwen2_vl is multimodal: set it to qwen2"),
@@ -117,7 +117,7 @@ class TestFromDirectory:
         """transformers ties them only if they are equal."""
         file, config = copy / "model.safetensors", copy / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-        different = r"embed_tokens.weight and another: set model.config.tie_word_embeddings"
+        different = r"embed_tokens.weight and another: set tie_word_embeddings to false in config.json"
         with pytest.raises(UserError, match=different):
             models.from_directory(copy)
         untied = models.from_directory(copy, overrides={"tie_word_embeddings": False})

@@ -80,11 +80,43 @@ def test_derived_settings_are_derived_again(saved):
         ({"sliding_window": 8}, "model.config.sliding_window: expected 8 to take effect, but .* make it None"),
         ({"rope_parameters": {"rope_type": "bent"}}, "model.*: there is no .bent.$"),
         ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers: expected at most"),
+        (
+            {"rope_parameters": {"facto": 8}},
+            r"model.config.rope_parameters.facto: qwen2 does not use it with its rope_type",
+        ),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_parameters.factor: qwen2 does not use it"),
+        (
+            {"rope_scaling": {"full_attention": {"rope_type": "linear"}}},
+            r"unknown .*rope_parameters.full_attention for",
+        ),
     ],
 )
 def test_what_cannot_take_effect_is_refused(saved, overrides, words):
     with pytest.raises(UserError, match=words):
         build.from_directory(saved, overrides=overrides)
+    if "hidden_size" not in overrides:
+        with pytest.raises(UserError, match=words):
+            build.from_config({"model_type": "qwen2", **SIZES, **overrides}, seed=0)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotary_settings_of_a_layer_type_may_have_the_old_name_of_their_type(key):
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.AutoConfig.for_model("gemma3", text_config=SIZES, vision_config=vision)
+    rope = {key: {"full_attention": {"type": "linear", "factor": 8.0}}}
+    for changed in (
+        override_config(config, config.to_dict(), {"text_config": rope}).text_config,
+        build.from_config({"model_type": "gemma3_text", **SIZES, **rope}, seed=0).module.config,
+    ):
+        wanted = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+        assert changed.rope_parameters["full_attention"] == wanted
+        assert changed.rope_parameters["sliding_attention"]["rope_type"] == "default"
+    for wrong, words in (
+        ({"factor": 8.0}, r"unknown setting model.config.rope_parameters.factor .*expected some of .*full_attention"),
+        ({"sliding_attention": {"facto": 8}}, r"model.config.rope_parameters.sliding_attention.facto: "),
+    ):
+        with pytest.raises(UserError, match=words):
+            build.from_config({"model_type": "gemma3_text", **SIZES, key: wrong}, seed=0)
 
 
 def test_supported_attention_is_implemented():

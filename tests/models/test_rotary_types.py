@@ -40,7 +40,7 @@ def rope_of(rope_type):
     return {"rope_type": rope_type, "rope_theta": 1e4, **TYPES[rope_type]}
 
 
-PHI = {"rope_parameters": rope_of("longrope"), "pad_token_id": 0}
+PHI = {"rope_parameters": rope_of("longrope"), "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0}
 BY_LAYER = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 8,
