@@ -89,7 +89,7 @@ not needed: the log-probabilities of the reference model are computed before the
     precompute_ref_\w+
 not supported: dpo.beta, dpo.loss_type, dpo.loss_weights and dpo.label_smoothing choose the loss
     f_(alpha_)?divergence_\w+|discopop_tau|ld_alpha|use_weighting
-not supported: losses without label smoothing, embeddings without noise
+not supported: the loss has no label smoothing, and no noise is added to embeddings
     label_smoothing_factor|neftune_noise_alpha
 not supported: the reference model is the one at the start, unchanged
     (ref_model|sync_ref)_\w+
