@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.errors import warn
+from odc_mpi.errors import UserError, warn
 
 
 def set_default_mode(path: Path) -> None:
@@ -119,6 +119,17 @@ def parse_json(content: str | bytes) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Return {} if the file is missing. Raise `UserError` if it is invalid."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise ValueError(type(content).__name__)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a JSON object of settings, got {error}") from error
+    return content
 
 
 def sync(path: Path) -> None:

@@ -12,7 +12,7 @@ from odc_mpi.checkpoint.manifest import MANIFEST, read_manifest
 from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.tokenizer import MODEL_CONFIG, load_files, tokenizer_files
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json
+from odc_mpi.files import read_settings
 from odc_mpi.hub import cached_model_path
 
 GENERATION_CONFIG = "generation_config.json"
@@ -56,7 +56,7 @@ class SideFiles:
 
         `config` is the content of config.json. Raises `UserError` if the base model's file cannot be read.
         """
-        content = read_generation_config(self._base)
+        content = read_settings(self._base / GENERATION_CONFIG) if self._base else {}
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
         special = self._special_tokens(defaults, config)
         settings = {**defaults, **special}.items()
@@ -101,23 +101,18 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
     return tokenizer_files(path)
 
 
-def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Read generation_config.json from `directory`. Return {} if it is missing. Raise `UserError` if it is invalid."""
-    path = directory / GENERATION_CONFIG if directory else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(type(content).__name__)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: expected a generation configuration in JSON, got {error}") from error
-    return content
-
-
 def end_tokens(tokenizer: Any, base: Path | None) -> list[int]:
-    """Return the token that ends a sequence, and those in generation_config.json of the base model, if it has one."""
-    eos = read_generation_config(base).get("eos_token_id")
+    """Return the tokens at which `generate` of transformers stops: the tokenizer's, and those of the base model.
+
+    These are in generation_config.json, or else in config.json. If `base` is a checkpoint, they are those of its base.
+    """
+    base = base and Path(cached_model_path(str(base)))
+    while base and (base / MANIFEST).is_file():
+        path = read_manifest(base).metadata["config"]["model"]["path"]
+        base = Path(cached_model_path(path)) if path else None
+    names = (GENERATION_CONFIG, MODEL_CONFIG) if base else ()
+    found = (read_settings(Path(base or "", name)).get("eos_token_id") for name in names)
+    eos = next((each for each in found if each is not None), None)
     ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     return [token for token in dict.fromkeys(ends) if isinstance(token, int)]
 

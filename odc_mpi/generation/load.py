@@ -79,9 +79,9 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
         name = str(checkpoint.directory)
         meta_model = load_checkpoint(checkpoint, rank, size, attn_implementation, base)
         config = checkpoint.manifest.metadata["config"]
+        recorded = checkpoint.manifest.metadata.get("base", {}).get("path") or config["model"]["path"]
+        base = base or (Path(recorded) if recorded else None)
         loaded_tokenizer = load_tokenizer(tokenizer) if tokenizer else load_run_tokenizer(checkpoint, base)
-        if base is None and config["model"]["path"]:
-            base = Path(config["model"]["path"])
     if prediction_task(type(meta_model.module).__name__) is REWARD:
         raise UserError(f"expected a language model, got {name}, a reward model, which generates no text")
     stop = tuple(end_tokens(loaded_tokenizer, base))

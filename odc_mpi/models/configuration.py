@@ -51,24 +51,23 @@ def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[
     values = flatten_config(json.loads(changed.to_json_string(use_diff=False)))
     unused = _unused_rotary_settings(changed) | _unused_rotary_settings(changed.get_text_config())
     for key, value in flatten_config(settings).items():
-        if "rope_parameters." in key and not unused.isdisjoint(key.split(".")):
-            raise UserError(
-                f"model.config.{key}: {config.model_type} does not use it with its rope_type: change rope_type, too, "
-                "or remove it"
-            )
-        if value is not None and values.get(key) != value:
+        taken = values.get(key)
+        ignored = "rope_parameters." in key and not unused.isdisjoint(key.split("."))
+        per_layer = isinstance(taken, list) and taken == [value] * len(taken)
+        if value is not None and (ignored or not (per_layer or taken == value)):
             raise UserError(
                 f"model.config.{key}: expected {value!r} to take effect, but other settings of {config.model_type} "
-                f"make it {values.get(key)!r}: change those, too, or remove it"
+                f"{'ignore it' if ignored else f'make it {taken!r}'}: change those, too, or remove it"
             )
     return changed
 
 
 def _merge(config: Any, content: Mapping[str, Any], settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     merged = {**content, "model_type": config.model_type}
-    if getattr(config, "rope_parameters", None):
+    if "rope_parameters" in settings and (rope := vars(config).get("rope_parameters")):
         # In the form of transformers 5, whatever the file has, so that single entries can be replaced.
-        merged |= {"rope_parameters": copy.deepcopy(config.rope_parameters), "rope_scaling": None}
+        merged["rope_parameters"] = copy.deepcopy(rope)
+        merged.pop("rope_scaling", None)
     # Mixtures of experts read head_dim, although their configuration classes do not have it.
     known = [*config.to_dict(), *config.attribute_map, "head_dim"]
     for key, value in settings.items():
@@ -76,7 +75,7 @@ def _merge(config: Any, content: Mapping[str, Any], settings: Mapping[str, Any],
             of_text = hasattr(getattr(config, "text_config", None), str(key))
             hint = f": did you mean text_config.{key}?" if of_text else did_you_mean(str(key), known, ": {}")
             raise UserError(f"unknown setting {prefix}{key} for model_type {config.model_type}{hint}")
-        before = getattr(config, key, None)
+        before = vars(config).get(key)  # Gemma 4 refuses attributes that differ between layers
         if isinstance(value, Mapping) and hasattr(before, "model_type"):
             merged[key] = _merge(before, content.get(key) or {}, value, f"{prefix}{key}.")
             continue
@@ -100,22 +99,22 @@ def _standard_names(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]
     if isinstance(rope := settings.get("rope_parameters"), Mapping):
         settings["rope_parameters"] = _standard_rope(rope)
     for name in ("rope_theta", "partial_rotary_factor"):
-        if name in settings and name in (getattr(config, "rope_parameters", None) or {}):
-            value = settings[name] if hasattr(config, name) else settings.pop(name)
+        if name in settings and name in (vars(config).get("rope_parameters") or {}):
+            value = settings[name] if name in vars(config) else settings.pop(name)
             settings["rope_parameters"] = _update(settings.get("rope_parameters", {}), {name: value})
     for key, value in settings.items():
-        if isinstance(value, Mapping) and hasattr(nested := getattr(config, key, None), "model_type"):
+        if isinstance(value, Mapping) and hasattr(nested := vars(config).get(key), "model_type"):
             settings[key] = _standard_names(nested, value)
     return settings
 
 
 def _standard_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rename `type` to `rope_type`, also in the entries of layer types."""
-    renamed = {key: _standard_rope(value) if isinstance(value, Mapping) else value for key, value in rope.items()}
-    if "type" in renamed:
-        kind = renamed.pop("type")
-        renamed.setdefault("rope_type", kind)
-    return renamed
+    return {
+        "rope_type" if key == "type" else key: _standard_rope(value) if isinstance(value, Mapping) else value
+        for key, value in rope.items()
+        if key != "type" or "rope_type" not in rope
+    }
 
 
 def _unused_rotary_settings(config: Any) -> set[str]:

@@ -88,9 +88,7 @@ def export(
             directory.mkdir()
             _write_weights(content, directory, getattr(torch, dtype))
             recorded = checkpoint.manifest.metadata.get("base", {}).get("path")
-            side_files = SideFiles(
-                checkpoint.manifest.metadata["config"], base or (Path(recorded) if recorded else None)
-            )
+            side_files = SideFiles(checkpoint.manifest.metadata["config"], base or (recorded and Path(recorded)))
             if content.is_model:
                 _write_model_config(directory, content.config | {"dtype": dtype}, side_files)
             else:  # adapters use the special tokens of their base

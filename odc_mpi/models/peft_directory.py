@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
-from odc_mpi.files import parse_json
+from odc_mpi.files import read_settings
 from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
 from odc_mpi.models.adapters import OPTIONAL_SETTINGS, SETTINGS, add_adapters, base_name, is_trained, peft_name
@@ -72,20 +72,19 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
     """
     base = base_model_path(path, base)
     config = _read_config(path)
-    overrides = _read_json(path / BASE_CONFIG) if (path / BASE_CONFIG).is_file() else None
     if missing := sorted(set(SETTINGS) - config.keys()):
         raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():  # such as DoRA
         if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):
             raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")
-    meta_model = build.from_directory(base, attn_implementation, overrides)
+    meta_model = build.from_directory(base, attn_implementation, read_settings(path / BASE_CONFIG))
     meta_model = add_adapters(meta_model, config, 0, stored_dtype(base))
     return replace(meta_model, weights=_PeftWeights(path, meta_model.module, meta_model.weights))
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """Return `torch.bfloat16` if config.json in a model directory specifies it, otherwise `torch.float32`."""
-    content = parse_json((directory / "config.json").read_text(encoding="utf-8"))
+    content = read_settings(directory / "config.json")
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
@@ -121,17 +120,7 @@ class _PeftWeights(WeightSource):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    content = _read_json(path / _CONFIG)
+    content = read_settings(path / _CONFIG)
     if (kind := content.get("peft_type")) != "LORA":
         raise UserError(f"{path / _CONFIG}: expected peft_type LORA, got {kind!r}: other adapters are not supported")
-    return content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(type(content).__name__)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: expected a peft configuration in JSON, got {error}") from error
     return content

@@ -82,7 +82,7 @@ def test_the_base_has_its_own_template_and_settings(tokenizer, end, tmp_path, ha
     # A token beyond the embedding would not load as a pad token.
     assert side_files.model_config(CONFIG | {"vocab_size": pad})["pad_token_id"] is None
     (base / "generation_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"generation_config.json: expected a generation configuration in JSON, got"):
+    with pytest.raises(UserError, match=r"generation_config.json: expected a JSON object of settings, got"):
         side_files.generation_config(CONFIG)
 
 

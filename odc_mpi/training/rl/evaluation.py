@@ -8,7 +8,7 @@ import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.prompt_dataset import PromptDataset
-from odc_mpi.models.decoding import unsharded_if_fits
+from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
@@ -49,7 +49,8 @@ class RewardEvaluator(PeriodicEvaluator):
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
         shares = _EXACT_SHARES if config.run.exact else world.size
         lengths = prompts.lengths[:count].tolist()
-        self._decode_batches = longest_first_batches(lengths, shares, config.rl.max_concurrent_sequences)
+        max_prompts = config.rl.max_concurrent_sequences if decodes_batches(model.module) else 1
+        self._decode_batches = longest_first_batches(lengths, shares, max_prompts)
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:

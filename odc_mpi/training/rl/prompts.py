@@ -14,7 +14,6 @@ from odc_mpi.data.loader import Minibatch, ShuffledSampler
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import UserError
-from odc_mpi.hub import cached_model_path
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import GroupRewards
 
@@ -65,7 +64,7 @@ class PromptCodec:
     def __init__(self, prompts: PromptDataset, model_path: str | None) -> None:
         self._tokenizer: Any = prompts.tokenizer
         turn = end_of_turn_token(self._tokenizer)
-        self._stop = end_tokens(self._tokenizer, Path(cached_model_path(model_path)) if model_path else None)
+        self._stop = end_tokens(self._tokenizer, Path(model_path) if model_path else None)
         self._stop_of_chat = [*self._stop, *([] if turn is None or turn in self._stop else [turn])]
         if not self._stop_of_chat:
             raise UserError(

@@ -31,7 +31,7 @@ from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import warn
 from odc_mpi.files import warn_write_failed
 from odc_mpi.formatting import truncate_text
-from odc_mpi.models.decoding import unsharded_if_fits
+from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
@@ -124,7 +124,8 @@ class RolloutSource(MinibatchSource):
         """
         count = len(minibatch.indices)
         expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
-        max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
+        alone = self._exact or not decodes_batches(self._model.module)
+        max_prompts = 1 if alone else self._rl.max_concurrent_sequences // self._rl.num_generations
         decode_batches = longest_first_batches(expected, self._world.size, max_prompts)
         for ticket in self._tickets.draw(len(decode_batches)):
             yield from self._pack(self._generate(minibatch, decode_batches[ticket]))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from number_words import number_words
 
+from odc_mpi.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, shard_name, write_manifest
 from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.models.decoding import Prompt
@@ -49,5 +50,18 @@ def test_new_prompts_follow_the_observed_ones(observed, expected):
 def test_completions_stop_at_the_end_tokens_of_the_base(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     tokenizer = SimpleNamespace(eos_token_id=2)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
     assert end_tokens(tokenizer, tmp_path) == [2, 7]
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+    assert end_tokens(tokenizer, tmp_path) == [2, 9], "as transformers does"
     assert end_tokens(tokenizer, None) == [2]
+    checkpoint = tmp_path / "step_00000001"
+    checkpoint.mkdir()
+    metadata = {"config": {"model": {"path": str(tmp_path)}}}
+    tensors = {"model/x": TensorRecord("trainable", "float32", (3,), ((0, 0, 3),))}
+    files = {shard_name(1, 0): FileRecord(1, 1)}
+    write_manifest(checkpoint / MANIFEST, Manifest(1, 1, tensors, {}, "AdamW", metadata, files))
+    assert end_tokens(tokenizer, checkpoint) == [2, 9], "those of the base of the run"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1 2"}))
+    codec = PromptCodec(prompts := PromptDataset(tmp_path / "p.jsonl", number_words(end=60)), str(checkpoint))
+    assert codec.encode(0, prompts[0]).stop == [60, 9]
