@@ -252,9 +252,10 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
             f"has {meta_model.vocab_size}: {_vocabulary_remedy(remedy, path, dataset.vocab_size)}"
         )
     if dataset.max_token_id >= meta_model.vocab_size:
+        size = max(dataset.vocab_size, dataset.max_token_id + 1)
         raise UserError(
             f"{setting}: {dataset.path} contains the token id {dataset.max_token_id}, the model has "
-            f"{meta_model.vocab_size} tokens: {_vocabulary_remedy(remedy, path, dataset.max_token_id + 1)}"
+            f"{meta_model.vocab_size} tokens: {_vocabulary_remedy(remedy, path, size)}"
         )
     if path is not None and isinstance(dataset, Dataset):
         files = [tokenizer_files(Path(each)).get(_TOKENIZER) for each in (path, dataset.path)]
