@@ -85,7 +85,8 @@ def max_new_tokens_for(module: Any, prompt: Prompt) -> int:
     if max(prompt.tokens) >= config.vocab_size:
         raise UserError(
             f"prompt {prompt.number}: expected tokens below the model's vocab_size, {config.vocab_size}, got "
-            f"{max(prompt.tokens)}: use the tokenizer of the model"
+            f"{max(prompt.tokens)}: use the tokenizer of the model, or save the model after "
+            f"resize_token_embeddings({max(prompt.tokens) + 1}) of transformers"
         )
     if positions is not None and len(prompt.tokens) >= positions:
         raise UserError(

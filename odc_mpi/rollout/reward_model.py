@@ -84,7 +84,10 @@ class RewardModel:
         mask = pad_sequence([torch.ones_like(row) for row in rows], True)
         vocab_size, top = self._model.get_input_embeddings().num_embeddings, int(tokens.max())
         if top >= vocab_size:
-            raise ValueError(f"expected token ids below {vocab_size}, got {top} of the tokenizer in {self._location}")
+            raise ValueError(
+                f"expected token ids below {vocab_size}, got {top} of the tokenizer in {self._location}: save the "
+                f"model after resize_token_embeddings({top + 1}) of transformers"
+            )
         device = self._model.device
         with torch.inference_mode():
             output = self._model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False)
