@@ -91,6 +91,7 @@ PRIVATE = {
     "revert_weight_conversion": {"models.weights.conversion"},
     "_keys_to_ignore_on_save": {"models.weights.conversion"},
     "past_key_values": {"models.decoding"},
+    "_check_received_keys": {"models.configuration"},
     "_disable_adapters": {"training.rl.build"},
 }
 #: Files of a folder, besides `__init__`: more are split into folders.
