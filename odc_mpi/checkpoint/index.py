@@ -48,6 +48,7 @@ def _create_virtual_dataset(file: h5py.File, name: str, record: TensorRecord, di
             source = h5py.VirtualSource(shard_name(step, rank), name, shape=(stop - start,), dtype=dtype)
             for first, last, hyperslab in hyperslabs(record.shape, start, stop):
                 layout[tuple(slice(*bounds) for bounds in hyperslab)] = source[first - start : last - start]
+        layout.dcpl.set_obj_track_times(False)  # for equal checksums of indexes that are written again
         created = file.create_virtual_dataset(name, layout, fillvalue=_fill_value(record.dtype, dtype))
     else:
         created = file.create_dataset(name, shape=record.shape, dtype=dtype, fillvalue=_fill_value(record.dtype, dtype))

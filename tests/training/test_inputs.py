@@ -83,7 +83,7 @@ def test_the_model_s_own_tokenizer_may_list_tokens_that_the_data_does_not_have(t
     write(tmp_path / "listed.h5", 59, 64, vocabulary)
     check(tmp_path / "listed.h5", directory)
     write(tmp_path / "used.h5", 60, 64, vocabulary)
-    refused(tmp_path / "used.h5", directory, "or save the model after resize_token_embeddings(61) of transformers")
+    refused(tmp_path / "used.h5", directory, "or save the model after resize_token_embeddings(64) of transformers")
     write(tmp_path / "foreign.h5", 59, 64, vocabulary[::-1])
     refused(tmp_path / "foreign.h5", directory, "with a tokenizer that differs from that in model.path")
     bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
