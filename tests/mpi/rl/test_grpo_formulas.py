@@ -186,7 +186,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(
 
 
 def check(metrics, gradient, wanted, has_diverged):
-    """Compare a step with the formulas: to 1e-6 of the gradient's norm, and of the sum of all sizes of the loss."""
+    """Compare a step with the formulas, to 2e-6 of the gradient's norm: who trains what, and so rounding, varies."""
     loss, size, kl, gradients = wanted
     assert abs(metrics["loss"] - loss) <= 1e-6 * size
     norm = float(torch.cat([value.flatten() for value in gradients.values()]).norm())
@@ -196,7 +196,7 @@ def check(metrics, gradient, wanted, has_diverged):
         np.linalg.norm(gradient.get(name, np.zeros(value.numel())) - value.flatten().numpy())
         for name, value in gradients.items()
     ]
-    assert np.linalg.norm(differences) <= 1e-6 * norm
+    assert np.linalg.norm(differences) <= 2e-6 * norm
     if "kl" in metrics:
         assert metrics["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-6)
         assert not has_diverged or kl > 1e-5
