@@ -66,7 +66,7 @@ class FilterCounts:
             with `overlong="drop"`, otherwise those without loss tokens within this length.
         num_untrained_dropped: Number of examples that were dropped because they have no loss tokens at any length.
         num_split, num_split_turns: Number of plain texts that were split, and of conversations with several sequences.
-        num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
+        num_own_special: Number of texts that already begin or end with the bos or eos token, which is not added again.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
         omitted: End of the generation prompt that is missing from the first of these conversations.
         ignored: Numbers of records with a part that is not used, keyed by its description, such as a field's name.

@@ -88,10 +88,10 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
 
 
 def decodes_batches(module: Any) -> bool:
-    """Return True if a model can decode prompts of different lengths together, and share the cache of a prompt.
+    """Return True if a model can decode padded prompts together, and reuse a prompt's cache for all its completions.
 
-    It cannot if its layers keep states, which would include the padding, or if its attention chunks or rotary
-    frequencies depend on the length of the padded row.
+    It cannot if its layers keep states, since these would include the padding, or if its attention chunks or rotary
+    frequencies depend on the length of a row including its padding.
     """
     config = module.config.get_text_config(decoder=True)
     layers = {type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers}
