@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json, read_lines, warn_write_failed, write_or_warn
+from odc_mpi.islands.run_dir import combine_metrics, current_islands
 
 METRICS = "metrics.jsonl"
 
@@ -100,6 +101,13 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, OverflowError):
             continue
     return [line for number, line in sorted(lines.items()) if number <= step]
+
+
+def read_run_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Return the lines of `read_metrics`. If islands train apart, those of all islands are combined."""
+    combined = combine_metrics([read_metrics(each, step) for each in current_islands(run_dir)])
+    lines = {line["step"]: line for line in (*combined, *read_metrics(run_dir, step))}
+    return [line for _, line in sorted(lines.items())]
 
 
 class Summary:

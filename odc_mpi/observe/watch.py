@@ -17,7 +17,8 @@ from odc_mpi import yaml_dialect
 from odc_mpi.errors import UserError, warn
 from odc_mpi.files import parse_json
 from odc_mpi.formatting import format_duration
-from odc_mpi.observe.metrics import METRICS, ProgressColumn, read_metrics
+from odc_mpi.islands.run_dir import current_islands
+from odc_mpi.observe.metrics import METRICS, ProgressColumn, read_run_metrics
 from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console
 
 #: Maximum number of earlier steps that are printed at the start, and time between reads of the files, in seconds.
@@ -78,11 +79,12 @@ def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
 
 def _updates(run_dir: Path, num_steps: int, is_running: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
     """Yield all lines of ``metrics.jsonl`` whenever the file has changed, until the run ends."""
-    metrics, size, goes_on = run_dir / METRICS, -1, True
+    size, goes_on = 0, True
     while goes_on:
         goes_on = is_running()  # before reading: a run writes its last line before it ends
-        previous, size = size, metrics.stat().st_size if metrics.exists() else -1
-        if size != previous and (lines := read_metrics(run_dir, num_steps)):
+        files = [each / METRICS for each in (run_dir, *current_islands(run_dir))]
+        previous, size = size, sum(path.stat().st_size for path in files if path.exists())
+        if size != previous and (lines := read_run_metrics(run_dir, num_steps)):
             yield lines
         if goes_on:
             time.sleep(_POLL_S)

@@ -12,6 +12,7 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json, read_lines
 from odc_mpi.formatting import format_duration, format_seconds, truncate_text
+from odc_mpi.islands.run_dir import combine_metrics, current_islands
 from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_figures import histograms, loss_figure, rewards_figure, time_breakdown, timeline
 
@@ -82,11 +83,13 @@ def describe(run_dir: Path) -> ReportPage:
     settings = dialect.read_file(config) if text else {}
     if not isinstance(settings, dict):
         raise ValueError("config.yaml is not a mapping")
-    lines = _read_lines(metrics, notes)
+    islands = current_islands(run_dir)  # that train apart; the trace is that of the first
+    lines = combine_metrics([_read_lines(each / metrics.name, notes) for each in islands])
+    lines = lines or _read_lines(metrics, notes)
     steps = [line for line in lines if line["step"]]
     summary = _read_json(run_dir / "summary.json", "the run is still active or ended before its last step", notes) or {}
     reason = "it is written at the end of a run, unless run.trace_steps is 0. Without it there is no timeline of ranks"
-    trace = _read_json(run_dir / "trace.json", reason, notes)
+    trace = _read_json((islands or [run_dir])[0] / "trace.json", reason, notes)
     has_rewards = any("reward" in step for step in steps)
     lengths = None if has_rewards else _read_lengths(settings, notes)
 

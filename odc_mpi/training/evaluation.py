@@ -80,7 +80,8 @@ class ForwardPass:
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
         #: Indices of the sequences that an evaluation uses, int64 `[n]`.
-        self.eval_indices = np.arange(len(dataset))[: config.data.eval_sequences or None]
+        limit = config.data.eval_sequences or len(dataset)
+        self.eval_indices = np.arange(len(dataset))[inputs.part.index : limit : inputs.part.count]
         self._world, self._model = world, model
         # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
         self._cost_model = initial_cost_model(config.data, inputs.model)

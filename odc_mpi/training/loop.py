@@ -167,6 +167,10 @@ class Trainer(AbstractContextManager["Trainer"]):
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 
+    def tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the merged tensors of all callbacks (see `Callback.tensors`)."""
+        return {section: tensors for callback in self.callbacks for section, tensors in callback.tensors().items()}
+
     def __exit__(self, *_: object) -> None:
         for callback in self.callbacks:
             callback.close()

@@ -42,12 +42,7 @@ class Update(Callback):
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
-        # An island that trains separately has only its share of the gradient of the minibatch.
-        share = step.minibatch.island_share or 1.0
-        if max_norm:
-            self._model.clip_grad_norm_(max_norm * share)
-        self._model.divide_gradients_(share)
-        norm = sum(self._model.replica_norms) if max_norm else None  # before clipping, a mean over separate islands
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
             with self._model.spans.span("optimize"):

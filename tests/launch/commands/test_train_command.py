@@ -12,7 +12,7 @@ from small_run import MODEL, losses
 
 from odc_mpi.shard.step_phases import SYNC_POINTS
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.resolved_settings import with_device
+from odc_mpi.training.start.resolved_settings import with_device
 
 SUMMARY = {
     *("world_size", "steps", "loss_first", "loss_last", "tokens", "tokens_per_s", "reduction", "balance"),

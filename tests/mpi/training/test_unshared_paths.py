@@ -8,8 +8,8 @@ import pytest
 from small_training import configure, save_model
 
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.training.run import train
 from odc_mpi.training.rundir import run_dir_lock
+from odc_mpi.training.train import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 SHORT = {"run.steps": 1, "run.checkpoint_every": 1}
