@@ -36,7 +36,7 @@ MAY_SEE = {
     "scripting": {"runtime", "data", "observe", "training"},
     "slurm": set(),
     "simulate": {"data"},
-    "report": {"simulate", "data"},
+    "report": {"simulate", "data", "observe.metrics"},
     "bench": {
         *("runtime", "comm", "shard", "checkpoint", "probe", "api", "data", "models", "observe", "training"),
         *("simulate", "report"),

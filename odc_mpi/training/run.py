@@ -13,7 +13,7 @@ The training loop calls the hooks of the callbacks in this order:
     LossEvaluator, or others for the objective  evaluate sequences, pairs or rewards
     FitCostModel                                fits the loader's cost model
     ExponentCallback                            only with fixed-point gradients
-    ThroughputMetrics                           adds time, epoch, speed per rank and peak memory
+    ThroughputMetrics, RunInfo                  add time, epoch, speed per rank, peak memory, and the ranks
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
     NonFiniteReport                             can end the run after the step is logged
     StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
@@ -71,7 +71,7 @@ from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.rl.build import build_grpo
-from odc_mpi.training.run_info import numel, startup_lines, summary_fields
+from odc_mpi.training.run_info import RunInfo, numel, startup_lines
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata, state_digest
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
@@ -136,7 +136,8 @@ def train(
         startup_text = startup_lines(config, world, inputs, model, decision, resume_point, notes)
         run_dir = Path(config.run.dir)
         tracker_callback = _build_tracker_callback(config, world)
-        trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, model))
+        info = RunInfo(config, world, decision, model)
+        trainer.callbacks += [_build_throughput_metrics(config, world, inputs, model), info]
         outer_loop = use_outer_parameters(trainer.callbacks)
         del inputs  # all weights have been read
         check_stop()
@@ -148,13 +149,15 @@ def train(
         report = NonFiniteReport(config.run, world, model, trainer.objective, resumed)
         max_tokens = config.data.max_tokens_per_microbatch
         trace = TraceCallback(world, run_dir, model.spans, config.run.trace_steps, max_tokens, model.num_islands)
-        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0)
+        others: list[Callback] = [tracker_callback, report, stop, checkpointing]
+        declaring = [*trainer.callbacks, trace, *others]
+        logger = RunLogger(run_dir, config.run.steps, startup_text, declaring, is_main_rank=world.rank == 0)
         stack.callback(logger.close)  # before the directory is unlocked
-        trainer.callbacks += [trace, logger, tracker_callback, report, stop, checkpointing]
+        trainer.callbacks += [trace, logger, *others]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
-        described = summary_fields(config, world, decision, model)
+        described: dict[str, Any] = {}
         if config.run.exact:
-            described |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
+            described = {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
         summary = world.gather_objects(logger.summarize(described | trainer.finish()))[0]
         checkpointing.raise_outcome(trainer.completed_steps)

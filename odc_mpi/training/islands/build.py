@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -11,7 +11,8 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.islands.norms import ChangeRule
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.observe.metrics import SummaryField
+from odc_mpi.observe.metrics import Metric
+from odc_mpi.observe.timing import IslandMetrics
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
@@ -33,11 +34,12 @@ class OuterLoopCallback(Callback):
         rule: Rule that uses gradient norms to synchronize before `islands.sync_every` steps have passed, or None.
     """
 
-    summary: ClassVar = {
-        "contributions_left_out": SummaryField("contributions_left_out", "sum"),
-        "bytes_between_islands": SummaryField("bytes_between_islands", "per_step"),
-        "island_wait_s": SummaryField("island_wait_s", "sum"),
-    }
+    metrics = (
+        Metric("outer_norm", "norm of the mean difference, in steps in which separate islands were synchronized"),
+        Metric("outer_cosine", "likewise the mean cosine between the differences of two islands"),
+        Metric("contributions_left_out", "differences of islands that were left out", summary="sum"),
+        *IslandMetrics.metrics,
+    )
 
     def __init__(self, loop: OuterLoop, model: ShardedModel, num_steps: int, rule: ChangeRule | None) -> None:
         self.loop, self._model, self._num_steps, self._rule = loop, model, num_steps, rule
