@@ -5,7 +5,7 @@
     summary.json    the metrics reduced over all steps, and values that are computed once
 
 A callback (`observe.callback`) reduces its metrics over the ranks, and declares each of them once, as a `Metric`. The
-terminal, the summary, `odc-mpi watch`, the report and the tables of docs/metrics.md follow the declarations.
+terminal, the summary, `odc-mpi watch`, the report and the manual follow the declarations.
 """
 
 import json
@@ -22,7 +22,7 @@ from odc_mpi.files import parse_json, read_lines, warn_write_failed, write_or_wa
 from odc_mpi.formatting import format_quantity
 
 METRICS, DECLARATIONS = "metrics.jsonl", "metrics.json"
-#: Headings of the tables of metrics in docs/metrics.md and, except for `DETAILS`, in the report.
+#: Headings of the tables of metrics in the manual and, except for `DETAILS`, in the report.
 GROUPS = ("Result", "Speed", "Memory and traffic", "Model and machine", "Other", "Details")
 RESULT, SPEED, MEMORY, MACHINE, OTHER, DETAILS = GROUPS
 #: Reductions over all steps, with the suffix of the entry's key and the phrase for its display name.
@@ -42,22 +42,20 @@ class Metric:
 
     Attributes:
         key: Key in ``metrics.jsonl``. In a family of metrics, NAME stands for a part that a run fills in.
-        label: Display name in the report, and meaning in docs/metrics.md.
-        group: Heading in the report and in docs/metrics.md, one of `GROUPS`.
-        summary: How the metric is reduced over all steps to entries of ``summary.json``: names of reductions, separated
-            by spaces. The keys of the entries have the suffixes `_first`, `_last`, `_start` or `_best`, or none. `mean`
-            weights each step by its duration, and `per_step` does not. `start` is the value of step 0, the state before
-            training, which the other reductions ignore. `first`, `last`, `final` (the last value, without a suffix) and
-            `best` ignore steps whose gradients were not finite. An `end` is only in the summary: `on_train_end` of the
-            callback returns it.
-        form: Format string on the terminal, where `{}` is the value and, for example, `{loss:.4f}` another one of the
-            same step or summary. By default, the unit in the key determines the format.
+        label: Display name in the report, and meaning in the manual.
+        group: Heading in the report and in the manual, one of `GROUPS`.
+        summary: Reductions over all steps, separated by spaces, each to an entry of ``summary.json``. `mean` weights
+            each step by its duration, `per_step` does not. `start` is the value of step 0, the state before training,
+            which the others ignore. `first`, `last`, `final` (the last value) and `best` ignore steps whose gradients
+            were not finite. An `end` is only in the summary: `on_train_end` of the callback returns it.
+        form: Format string on the terminal, where `{}` is the value and `{NAME}` another one of the same step or
+            summary. By default, the unit in the key determines the format.
         column: Title and width of a column of the progress line.
         row: Title of a row of the closing table. Values of metrics with the same row are joined.
-        views: Further places, separated by spaces: `watch` for the columns of `odc-mpi watch` (those of `column`), and
+        views: Further places, separated by spaces: `watch` for a column in `odc-mpi watch`, which needs `column`, and
             `tile` for the key figures of the report.
         better: The better direction, for `best`.
-        summary_key: Key of the entries of ``summary.json``, if not `key`.
+        summary_key: Key of the entries of ``summary.json`` without suffix, if not `key`.
     """
 
     key: str

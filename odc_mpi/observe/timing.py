@@ -174,10 +174,10 @@ class TrafficReport(Callback):
 
     metrics = (
         Metric("bytes_fetched", "fetched per step and rank", MEMORY, "per_step"),
-        Metric("bytes_fetched_same_node", "of these from the same node", DETAILS, "per_step"),
+        Metric("bytes_fetched_same_node", "fetched from the same node, per step and rank", DETAILS, "per_step"),
         Metric("bytes_fetched_other_nodes", "of these from other nodes", MEMORY, "per_step"),
         Metric("bytes_pushed", "pushed per step and rank", MEMORY, "per_step"),
-        Metric("bytes_pushed_same_node", "of these to the same node", DETAILS, "per_step"),
+        Metric("bytes_pushed_same_node", "pushed to the same node, per step and rank", DETAILS, "per_step"),
         Metric("bytes_pushed_other_nodes", "of these to other nodes", MEMORY, "per_step"),
     )
 
