@@ -36,7 +36,7 @@ MAY_SEE = {
     "scripting": {"runtime", "data", "observe", "training"},
     "slurm": set(),
     "simulate": {"data"},
-    "report": {"simulate", "data", "islands.run_dir"},
+    "report": {"simulate", "data", "observe.metrics", "islands.run_dir"},
     "bench": {
         *("runtime", "comm", "shard", "checkpoint", "probe", "api", "data", "models", "observe", "training"),
         *("simulate", "report"),

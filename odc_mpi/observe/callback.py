@@ -8,9 +8,9 @@ of all callbacks are part of the all-gather that completes the gradients, and ne
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +74,11 @@ class Callback:
 
     Attributes:
         gathered_names: Names of the `local_values`, the same on all ranks and different from those of other callbacks.
-        columns: Columns that the callback adds to the progress line on the terminal.
-        summary: Entries for ``summary.json``, keyed by name. Each is computed from a metric that the callback adds.
+        metrics: Declarations of all metrics that the callback adds to those of a step, or returns at the end.
     """
 
     gathered_names: Sequence[str] = ()
-    columns: ClassVar[Sequence[ProgressColumn]] = ()
-    summary: ClassVar[Mapping[str, SummaryField]] = {}
+    metrics: Sequence[Metric] = ()
 
     @property
     def allows_saving(self) -> bool:

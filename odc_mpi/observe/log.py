@@ -1,4 +1,4 @@
-"""Logging of a run's metrics on rank 0: to the terminal, to ``metrics.jsonl`` and to ``summary.json``."""
+"""Logging of a run's metrics on rank 0: to the terminal, and to the files of `observe.metrics`."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,32 +8,49 @@ from typing import Any
 from typing_extensions import override
 
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.observe.metrics import MetricsWriter, Summary, read_metrics, write_summary
+from odc_mpi.observe.metrics import (
+    RESULT,
+    SPEED,
+    Metric,
+    MetricsWriter,
+    Summary,
+    read_metrics,
+    write_declarations,
+    write_summary,
+)
 from odc_mpi.observe.terminal import ProgressReporter
 
 
 class RunLogger(Callback):
     """Writes and prints the metrics on rank 0, and reduces those of all steps, also of earlier starts, to a summary.
 
-    Must run after `callbacks`, which add the metrics and define the columns and the summary's entries. Prints
-    `startup_lines` first; if they are None, prints nothing. `steps` is the number of steps of the run. `writes` is True
-    on rank 0.
+    Must run after `callbacks`, which declare and add the metrics; those that only return entries of the summary may run
+    later. Prints `startup_lines` first; if they are None, prints nothing. `steps` is the number of steps of the run.
+    `writes` is True on rank 0.
     """
+
+    metrics = (
+        Metric("step", "number of the step, from 1; with `run.eval_on_start` there is a line of step 0"),
+        Metric("step_s", "duration of the step", SPEED),
+        Metric("steps", "steps", RESULT, "end", "{} ({skipped_steps} skipped)", row="steps"),
+        Metric("elapsed_s", "duration", SPEED, "end"),
+    )
 
     def __init__(
         self, run_dir: Path, steps: int, startup_lines: str | None, callbacks: Sequence[Callback], *, writes: bool
     ) -> None:
         self._run_dir = run_dir
         self._stack = ExitStack()
-        #: Entries of the summary, keyed by name.
-        self.summary_fields = {key: entry for callback in callbacks for key, entry in callback.summary.items()}
-        self._summary = Summary(self.summary_fields, read_metrics(run_dir, steps) if writes else [])
-        columns = [column for callback in callbacks for column in callback.columns]
+        #: Declarations of all metrics.
+        self.declared = [metric for callback in (self, *callbacks) for metric in callback.metrics]
+        self._summary = Summary(self.declared, read_metrics(run_dir, steps) if writes else [])
         self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if writes else None
         self._reporter: ProgressReporter | None = None
+        if writes:
+            write_declarations(run_dir, self.declared)
         if writes and startup_lines is not None:
             print(startup_lines, flush=True)
-            self._reporter = self._stack.enter_context(ProgressReporter(steps, columns))
+            self._reporter = self._stack.enter_context(ProgressReporter(steps, self.declared))
 
     @override
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:

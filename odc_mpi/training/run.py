@@ -14,14 +14,14 @@ The training loop calls the hooks of the callbacks in this order:
     FitCostModel                                fits the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     DiLoCo                                      merges the models of islands that train apart
-    ThroughputMetrics                           adds time, epoch, speed per rank and peak memory
+    ThroughputMetrics, RunInfo                  add time, epoch, speed per rank, peak memory, and the ranks
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
     NonFiniteReport                             can end the run after the step is logged
     StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
 from datetime import datetime
@@ -46,7 +46,7 @@ from odc_mpi.models.configuration import flatten_config
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
-from odc_mpi.observe.metrics import SummaryField
+from odc_mpi.observe.metrics import Metric
 from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
@@ -73,7 +73,7 @@ from odc_mpi.training.rundir.resume import (
 )
 from odc_mpi.training.settings import Config
 from odc_mpi.training.source import DamageFoundError, DatasetSource, FitCostModel
-from odc_mpi.training.start.run_info import numel, startup_lines, summary_fields
+from odc_mpi.training.start.run_info import RunInfo, numel, startup_lines
 from odc_mpi.training.stop import StopRequest
 from odc_mpi.training.update import Update, make_optimizer
 
@@ -92,7 +92,8 @@ class Run:
         trainer.callbacks.insert(0, StartReport(world, context.start_times, model.spans))
         startup_text = startup_lines(context, model)
         tracker_callback = _build_tracker_callback(config, world)
-        trainer.callbacks.append(_build_throughput_metrics(context, model))
+        info = RunInfo(config, world, context.decision, model)
+        trainer.callbacks += [_build_throughput_metrics(context, model), info]
         context.inputs = None  # type: ignore[assignment]  # all weights have been read
         context.check_stop()
         # Last in the setup, because all errors must be raised before anything is written.
@@ -105,11 +106,11 @@ class Run:
         report = NonFiniteReport(config.run, world, model, trainer.objective, resumed)
         max_tokens = config.data.max_tokens_per_microbatch
         trace = TraceCallback(world, run_dir, model.spans, config.run.trace_steps, max_tokens, model.num_islands)
-        writes = world.rank == 0
-        text = startup_text if context.prints else None
-        self._logger = RunLogger(run_dir, config.run.steps, text, trainer.callbacks, writes=writes)
+        others: list[Callback] = [tracker_callback, report, context.stop, self._checkpointing]
+        declaring, text = [*trainer.callbacks, trace, *others], startup_text if context.prints else None
+        self._logger = RunLogger(run_dir, config.run.steps, text, declaring, writes=world.rank == 0)
         stack.callback(self._logger.close)  # before the directory is unlocked
-        trainer.callbacks += [trace, self._logger, tracker_callback, report, context.stop, self._checkpointing]
+        trainer.callbacks += [trace, self._logger, *others]
 
     def train(self) -> dict[str, Any]:
         """Train through the last step. Return the contents of summary.json on rank 0, and {} elsewhere. Collective.
@@ -118,17 +119,22 @@ class Run:
         """
         context, trainer = self._context, self._trainer
         _run_steps(trainer, context.config.run.steps, context.stop, self._checkpointing)
-        described = summary_fields(context.config, context.world, context.decision, trainer.model)
+        described: dict[str, Any] = {}
         if context.config.run.exact:
             digest = self._checkpointing.parameters_digest()
-            described |= {"arithmetic": self._metadata["arithmetic"], "parameters_digest": digest}
+            described = {"arithmetic": self._metadata["arithmetic"], "parameters_digest": digest}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
         return self._logger.summarize(described | trainer.finish())
 
     @property
-    def summary_fields(self) -> Mapping[str, SummaryField]:
-        """Entries that the summary has for the metrics of the run."""
-        return self._logger.summary_fields
+    def model(self) -> ShardedModel:
+        """Model that is trained."""
+        return self._trainer.model
+
+    @property
+    def declared(self) -> Sequence[Metric]:
+        """Declarations of the metrics of the run."""
+        return self._logger.declared
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Print a summary, and raise an error on all ranks if the run was stopped, or its last checkpoint failed."""

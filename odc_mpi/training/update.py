@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import SGD, AdamW
 
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.settings import Config, OptimConfig
 
@@ -16,11 +16,11 @@ from odc_mpi.training.settings import Config, OptimConfig
 class Update(Callback):
     """Updates this rank's parameter shards, unless a gradient on any rank is not finite."""
 
-    columns: ClassVar = (
-        ProgressColumn("grad norm", 9, "{grad_norm:.4g}"),
-        ProgressColumn("lr", 8, "{learning_rate:.2e}"),
+    metrics = (
+        Metric("grad_norm", "norm before clipping, null without clipping", form="{:.4g}", column=("grad norm", 9)),
+        Metric("learning_rate", "learning rate of the step", form="{:.2e}", column=("lr", 8)),
+        Metric("skipped", "skipped steps", RESULT, "sum", summary_key="skipped_steps"),
     )
-    summary: ClassVar = {"skipped_steps": SummaryField("skipped", "sum")}
 
     def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self._model, self.optimizer, self._config = model, optimizer, config

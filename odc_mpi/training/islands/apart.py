@@ -12,7 +12,7 @@ from odc_mpi.data.loader import Part
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.islands.norms import ChangeRule
 from odc_mpi.islands.run_dir import ISLANDS, write_size
-from odc_mpi.observe.metrics import Summary, read_run_metrics, write_summary
+from odc_mpi.observe.metrics import Summary, read_run_metrics, write_declarations, write_summary
 from odc_mpi.runtime.abort import abort
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
@@ -22,7 +22,7 @@ from odc_mpi.training.run import Run, decide, prepare_inputs
 from odc_mpi.training.rundir.resume import find_resume_point, open_run, report_already_complete
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
-from odc_mpi.training.start.run_info import describe_islands, describe_ranks
+from odc_mpi.training.start.run_info import RunInfo, describe_islands
 
 #: Settings that are not arguments of `DiLoCo`. The others have the same names, except for a prefix `outer_`.
 _NO_OPTIONS = {"by", "mode", "sync_when", "change"}
@@ -61,6 +61,8 @@ def train_apart(context: RunContext, islands: Islands, stack: ExitStack) -> dict
     loops: list[DiLoCo] = []
     own.add_callbacks = lambda trainer: loops.append(add_diloco(own, islands, trainer))
     run = world.run_on_all(lambda: Run(own, stack))
+    if world.rank == 0:
+        write_declarations(Path(config.run.dir), run.declared)
     with _failure_ends_job(islands):
         summary = run.train()
     if world.rank == 0:
@@ -141,8 +143,9 @@ def _failure_ends_job(islands: Islands) -> Iterator[None]:
 def _summarize(context: RunContext, islands: Islands, run: Run, of_first_island: dict[str, Any]) -> dict[str, Any]:
     """Write and return the summary of all islands: that of the first island, with the metrics of all."""
     run_dir = Path(context.config.run.dir)
-    reduced = Summary(run.summary_fields, read_run_metrics(run_dir, context.config.run.steps)).finish({})
-    described = describe_ranks(context.world) | {"num_islands": islands.size, "run_dir": context.config.run.dir}
-    summary = {**of_first_island, **reduced, **described, "elapsed_s": of_first_island["elapsed_s"]}
+    reduced = Summary(run.declared, read_run_metrics(run_dir, context.config.run.steps)).finish({})
+    info = RunInfo(context.config, context.world, context.decision, run.model).on_train_end()
+    described = info | {"num_islands": islands.size, "elapsed_s": of_first_island["elapsed_s"]}
+    summary = {**of_first_island, **reduced, **described}
     write_summary(run_dir, summary)
     return summary

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.norms import ChangeRule
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.observe.metrics import SummaryField
+from odc_mpi.observe.metrics import Metric
+from odc_mpi.observe.timing import IslandMetrics
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.islands.settings import check_schedule
@@ -66,11 +67,12 @@ class DiLoCo(Callback):
     """
 
     gathered_names = ("requested_merge",)
-    summary: ClassVar = {
-        "contributions_left_out": SummaryField("contributions_left_out", "sum"),
-        "bytes_between_islands": SummaryField("bytes_between_islands", "per_step"),
-        "island_wait_s": SummaryField("island_wait_s", "sum"),
-    }
+    metrics = (
+        Metric("outer_norm", "norm of the mean difference, in steps in which islands that train apart merged"),
+        Metric("outer_cosine", "likewise the mean cosine between the differences of two islands"),
+        Metric("contributions_left_out", "differences of islands that were left out", summary="sum"),
+        *IslandMetrics.metrics,
+    )
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.weights.base_check import part_digests
 from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.observe.metrics import DETAILS, MACHINE, RESULT, SPEED, Metric
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
@@ -52,6 +53,16 @@ class CheckpointCallback(Callback):
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
+    metrics = (
+        Metric("best_checkpoint", "step of the best checkpoint", RESULT, "end"),
+        Metric("checkpoint_pause_s", "copying for checkpoints", SPEED, "end"),
+        Metric("checkpoint_wait_s", "waiting for checkpoints", SPEED, "end"),
+        Metric("checkpoints_saved", "checkpoints saved", MACHINE, "end"),
+        Metric("checkpoints_failed", "checkpoints failed", MACHINE, "end"),
+        Metric("checkpoint_waits", "checkpoints for which the training waited", DETAILS, "end"),
+        Metric("parameters_digest", "parameters digest", summary="end"),
+        Metric("arithmetic", "arithmetic", summary="end"),
+    )
 
     def __init__(
         self,

@@ -1,9 +1,15 @@
 """Descriptions of a run: lines to print at start-up, and fields of summary.json about ranks, transport and model."""
 
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from typing_extensions import override
 
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
 from odc_mpi.formatting import truncate_text
+from odc_mpi.observe.callback import Callback
+from odc_mpi.observe.metrics import DETAILS, MACHINE, Metric
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
@@ -130,32 +136,41 @@ def numel(model: ShardedModel, trainable: bool | None = None) -> int:
     return sum(parameter.spec.numel for layout in layouts for parameter in layout.ranges)
 
 
-def describe_ranks(world: World) -> dict[str, Any]:
-    """Return the fields of summary.json about the ranks."""
-    return {
-        "world_size": world.size,
-        "num_nodes": world.num_nodes,
-        "hosts": [host for host, _ in world.layout],
-        "ranks_per_node": [count for _, count in world.layout],
-    }
+@dataclass
+class RunInfo(Callback):
+    """Adds entries to the summary that describe the ranks, the transport and the model."""
 
+    config: Config
+    world: World
+    decision: Decision
+    model: ShardedModel
 
-def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the fields of summary.json that describe the ranks, the transport and the model."""
-    return {
-        **describe_ranks(world),
-        "num_islands": model.num_islands,
-        **slurm_job(),
-        "reduction": decision.reduction.value,
-        "balance": config.data.balance,
-        "zero_copy": decision.zero_copy.value,
-        "progress": decision.progress.value,
-        "window_device": window_device.value if (window_device := decision.window_device) else "cpu",
-        "param_dtype": config.model.param_dtype,
-        "num_parameters": numel(model),
-        "num_trained_parameters": numel(model, True),
-        "device": str(model.device),
-        "mpi_library": world.mpi_library,
-        "decision": decision.to_dict(),
-        "run_dir": config.run.dir,
+    _values: ClassVar[Mapping[Metric, Callable[["RunInfo"], Any]]] = {
+        Metric("num_parameters", "parameters", MACHINE, "end"): lambda run: numel(run.model),
+        Metric("num_trained_parameters", "trained parameters", MACHINE, "end"): lambda run: numel(run.model, True),
+        Metric("param_dtype", "type of parameters", MACHINE, "end"): lambda run: run.config.model.param_dtype,
+        Metric("device", "device", MACHINE, "end"): lambda run: str(run.model.device),
+        Metric("world_size", "ranks", MACHINE, "end"): lambda run: run.world.size,
+        Metric("num_nodes", "nodes", MACHINE, "end"): lambda run: run.world.num_nodes,
+        Metric("hosts", "hosts", MACHINE, "end"): lambda run: [host for host, _ in run.world.layout],
+        Metric("ranks_per_node", "ranks of each node", DETAILS, "end"): lambda run: [n for _, n in run.world.layout],
+        Metric("num_islands", "islands", DETAILS, "end"): lambda run: run.model.num_islands,
+        Metric("slurm_job_id", "slurm job id", summary="end"): lambda run: slurm_job().get("slurm_job_id"),
+        Metric("slurm_restarts", "slurm restarts", summary="end"): lambda run: slurm_job().get("slurm_restarts"),
+        Metric("mpi_library", "MPI library", MACHINE, "end", row="MPI library"): lambda run: run.world.mpi_library,
+        Metric("window_device", "window memory", MACHINE, "end"): lambda run: (
+            run.decision.window_device.value if run.decision.window_device else "cpu"
+        ),
+        Metric("zero_copy", "zero-copy reads on a node", MACHINE, "end"): lambda run: run.decision.zero_copy.value,
+        Metric("reduction", "gradients travel by", MACHINE, "end"): lambda run: run.decision.reduction.value,
+        Metric("progress", "progress thread", MACHINE, "end"): lambda run: run.decision.progress.value,
+        Metric("decision", "how ranks communicate, and why", DETAILS, "end"): lambda run: run.decision.to_dict(),
+        Metric("balance", "balance of work", MACHINE, "end"): lambda run: run.config.data.balance,
+        Metric("run_dir", "run directory", MACHINE, "end", "{}", row="run directory"): lambda run: run.config.run.dir,
     }
+    metrics = tuple(_values)
+
+    @override
+    def on_train_end(self) -> dict[str, Any]:
+        values = {metric.key: compute(self) for metric, compute in self._values.items()}
+        return {key: value for key, value in values.items() if value is not None}
