@@ -1,6 +1,7 @@
 """Tokenizing examples and computing their loss masks with any fast tokenizer from transformers."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.boundaries import tokenize_pairs, tokenize_texts
-from odc_mpi.data.chat.templates import CharSpan, ChatRenderer, SplitTurns
+from odc_mpi.data.chat.checks import CharSpan, Rendered
+from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
@@ -89,14 +91,17 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
     return encoded
 
 
-def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, examples: Sequence[Example], ignored: Counter[str] | None = None) -> list[list[int]]:
     """Tokenize prompts, and conversations followed by the generation prompt, in the same way as training data.
 
-    `examples` must not be empty. Raises a `UserError` if there are conversations but no chat template, and
+    `examples` must not be empty. Counts in `ignored` what the chat template leaves out of conversations. Raises a `UserError` if there are conversations but no chat template, and
     an `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]
+    for example, text in zip(examples, texts, strict=True):
+        if isinstance(example, Conversation) and ignored is not None:
+            ignored.update(chats.find_ignored(example, [], [Rendered(text, [])]))
     ids = tokenize_texts(tokenizer, texts)
     start = start_tokens(tokenizer)
     prompts = [

@@ -11,6 +11,7 @@ from odc_mpi.data.records.messages import REASONING
 from odc_mpi.data.records.schema import METADATA
 
 CharSpan = tuple[int, int]
+_DROPPED = " (the chat template leaves it out)"
 #: Fields of messages that are checked, or name the author of a message; the other ones are metadata or unknown.
 _KNOWN = METADATA | {"role", "content", "tool_calls", "tool_call_id", "name", "type", REASONING[0]}
 
@@ -92,19 +93,15 @@ def find_ignored(
         trained, everything = ("".join(each.split()) for each in ("".join(spans), text))
         for i, message in enumerate(messages):
             if "".join(message.get(REASONING[0], "").split()) not in (trained if i in indices else everything):
-                yield _dropped("reasoning")
+                yield "reasoning of messages" + _DROPPED
     called = Counter(each["name"] for each in called_functions(messages))
     if any(name not in text for name in called):
-        yield _dropped("`tool_calls`")
+        yield "`tool_calls` of messages" + _DROPPED
     for tool in chat.tools or ():
         function = tool.get("function", tool)
         name = str(function.get("name", "")) if isinstance(function, dict) else ""
         if examples[-1].text.count(name) <= called[name]:
-            yield "`tools` (the chat template leaves it out)"
+            yield "`tools`" + _DROPPED
     for field in sorted({*itertools.chain(*messages)} - _KNOWN - {*names}):
         if any(message.get(field) not in (None, "", [], {}) for message in messages):
-            yield _dropped(f"`{field}`")
-
-
-def _dropped(what: str) -> str:
-    return f"{what} of messages (the chat template leaves it out)"
+            yield f"`{field}` of messages" + _DROPPED
