@@ -94,8 +94,9 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
 def encode_prompts(tokenizer: Any, examples: Sequence[Example], ignored: Counter[str] | None = None) -> list[list[int]]:
     """Tokenize prompts, and conversations followed by the generation prompt, in the same way as training data.
 
-    `examples` must not be empty. Counts in `ignored` what the chat template leaves out of conversations. Raises a `UserError` if there are conversations but no chat template, and
-    an `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.
+    `examples` must not be empty. Counts in `ignored` what the chat template leaves out of conversations. Raises a
+    `UserError` if there are conversations but no chat template, and an `InvalidRecordError` if the template rejects the
+    messages or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]

@@ -89,7 +89,7 @@ class ChatRenderer:
         return list(dict.fromkeys(find_ignored(chat, indices, examples, _names_in(self._template(chat)))))
 
     def _render_examples(self, chat: Conversation, trained: list[int]) -> list[Rendered]:
-        is_marked = self._is_marked(chat)
+        is_marked = _has_marks(self._template(chat))
         num_answers = sum(message["role"] == "assistant" for message in chat.messages)
         if is_marked and len(trained) == num_answers and self._split_turns != "always":
             [marked] = self._render(chat, [len(chat.messages)], with_marks=True)
@@ -204,11 +204,6 @@ class ChatRenderer:
         longest_first = sorted(self._special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _is_marked(self, chat: Conversation) -> bool:
-        with suppress(ValueError):  # without a template, or a default among named ones, which `_render` reports
-            return _has_marks(self._template(chat))
-        return False
-
     def _render(
         self, chat: Conversation, counts: Sequence[int], *, for_generation: bool = False, with_marks: bool = False
     ) -> list[Rendered]:
@@ -218,11 +213,6 @@ class ChatRenderer:
         """
         if not counts:
             return []
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
-                "or --chat-template FILE of odc-mpi prepare"
-            )
         error: Exception | None = None
         without_arguments: list[Rendered] | None = None
         for form in argument_forms(chat.messages):
@@ -245,9 +235,7 @@ class ChatRenderer:
         if without_arguments is not None:
             return without_arguments  # the template leaves calls out, which `checks` reports
         assert error is not None
-        raise InvalidRecordError(
-            f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(error)})"
-        ) from error
+        raise _rejection(chat, error) from error
 
     def _render_form(
         self, chat: Conversation, form: list[dict[str, Any]], counts: Sequence[int], for_generation: bool, marks: bool
@@ -273,8 +261,21 @@ class ChatRenderer:
         return list(map(Rendered, texts, spans or [[] for _ in texts]))
 
     def _template(self, chat: Conversation) -> str:
-        template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
+                "or --chat-template FILE of odc-mpi prepare"
+            )
+        try:
+            template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError as error:  # named templates without a default
+            raise _rejection(chat, error) from error
         return template
+
+
+def _rejection(chat: Conversation, error: Exception) -> InvalidRecordError:
+    reason = one_line_message(error)
+    return InvalidRecordError(f"{chat.location}: the tokenizer's chat template rejects the messages ({reason})")
 
 
 def fix_time(tokenizer: Any, time: str) -> None:
@@ -289,10 +290,10 @@ def fix_time(tokenizer: Any, time: str) -> None:
         # Jinja removes the line break, which keeps the whitespace at the start of the template.
         return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
-    if isinstance(named := tokenizer.chat_template, dict):
-        tokenizer.chat_template = {name: fix(template) for name, template in named.items()}
-    elif named:
-        tokenizer.chat_template = fix(named)
+    named = tokenizer.chat_template
+    tokenizer.chat_template = (
+        {key: fix(named[key]) for key in named} if isinstance(named, dict) else named and fix(named)
+    )
 
 
 @functools.lru_cache
