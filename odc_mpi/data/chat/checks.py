@@ -73,6 +73,8 @@ def _find_content(text: str, content: str, position: int, span: CharSpan) -> int
     start = max(position, begin - len(content) + 1)
     if (at := text.find(content, start, end)) >= 0:
         return at + len(content)
+    if any(word not in text[start:end] for word in content.split(maxsplit=1)[:1]):  # faster than the comparison
+        return None
     before, inside, expected = ("".join(part.split()) for part in (text[start:begin], text[begin:end], content))
     return end if (before + inside).find(expected, max(0, len(before) - len(expected) + 1)) >= 0 else None
 

@@ -42,19 +42,20 @@ def _parse_message(message: Any, name: str, location: str) -> dict[str, Any]:
         if flag in LOSS_FLAGS and value not in (0, 1):
             got = truncate_text(repr(value), MAX_CHARS)
             raise InvalidRecordError(f"{location}: expected {flag!r} to be 0, 1, false or true, got {got}")
-    calls, called = message.get("tool_calls"), message.get("function_call")
-    content = _content(parsed, location, is_optional="content" in message or bool(calls or called))
+    moved = {key: parsed.pop(key) for key in _MOVED if key in parsed}
+    calls = moved.get("tool_calls") or moved.get("function_call")
+    content = _content(parsed, location, is_optional="content" in message or bool(calls))
+    name = "tool_calls"
     if role == "function_call":  # LLaMA-Factory: the content is the JSON text of calls
-        content, calls = "", content
-    if "refusal" in parsed:  # OpenAI: instead of the content
-        content = _one_text(parsed | {"content": content}, ("content", "refusal"), location)
-    reasoning = _one_text(parsed, REASONING, location)
-    parsed = {key: value for key, value in parsed.items() if key not in _MOVED}
+        content, calls, name = "", content, role
     parsed |= {"role": _ROLES.get(role, role), "content": content}
-    name = "function_call" if role == "function_call" else "tool_calls"
-    if calls := parse_calls(calls or called, name, location):
+    if "refusal" in moved:  # OpenAI: instead of the content
+        parsed["content"] = _one_text(moved | {"content": content}, ("content", "refusal"), location)
+    if calls := parse_calls(calls, name, location):
         parsed["tool_calls"] = calls
-    return parsed | ({REASONING[0]: reasoning} if reasoning else {})
+    if moved and (reasoning := _one_text(moved, REASONING, location)):
+        parsed[REASONING[0]] = reasoning
+    return parsed
 
 
 def _content(message: dict[str, Any], location: str, *, is_optional: bool) -> str:
