@@ -46,7 +46,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
     uses transformers' attention. On exit, its modes and settings and PyTorch's random number generators are restored.
     Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
-    cache_name, use_cache = _cache_name(module), module.config.model_type not in _WITHOUT_CACHE
+    cache_name, has_cache = _cache_name(module), module.config.model_type not in _WITHOUT_CACHE
 
     def decode(
         tokens: torch.Tensor,
@@ -60,7 +60,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
         decoded: torch.Tensor = module.generate(
             tokens.to(module.device),
             attention_mask=mask.to(module.device),
-            generation_config=transformers.GenerationConfig(use_cache=use_cache, **settings),
+            generation_config=transformers.GenerationConfig(use_cache=has_cache, **settings),
             **arguments,
         )
         return decoded
@@ -77,7 +77,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
         # Ignore defaults from the model's generation_config.json: `SamplingParams` has all settings.
         module.generation_config = transformers.GenerationConfig()
         for config in configs:
-            config.use_cache = use_cache
+            config.use_cache = has_cache
         with torch.random.fork_rng(devices=devices):
             yield decode
     finally:
