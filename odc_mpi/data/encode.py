@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.boundaries import tokenize_pairs, tokenize_texts
-from odc_mpi.data.chat.checks import CharSpan, Rendered
+from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
@@ -102,7 +102,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example], ignored: Counter
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]
     for example, text in zip(examples, texts, strict=True):
         if isinstance(example, Conversation) and ignored is not None:
-            ignored.update(chats.find_ignored(example, [], [Rendered(text, [])]))
+            ignored.update(find_ignored(example, [], [Rendered(text, [])], chats.template(example)))
     ids = tokenize_texts(tokenizer, texts)
     start = start_tokens(tokenizer)
     prompts = [

@@ -1,8 +1,10 @@
 """Checks of rendered conversations: does each part of an answer have loss, and which parts does the template drop?"""
 
+import functools
 import itertools
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from odc_mpi.data.chat.tool_calls import called_functions, contains_arguments
@@ -11,6 +13,7 @@ from odc_mpi.data.records.messages import REASONING
 from odc_mpi.data.records.schema import METADATA
 
 CharSpan = tuple[int, int]
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)  # of Jinja
 _DROPPED = " (the chat template leaves it out)"
 #: Fields of messages that are checked, or name the author of a message; the other ones are metadata or unknown.
 _KNOWN = METADATA | {"role", "content", "tool_calls", "tool_call_id", "name", "type", REASONING[0]}
@@ -79,31 +82,36 @@ def _find_content(text: str, content: str, position: int, span: CharSpan) -> int
     return end if (before + inside).find(expected, max(0, len(before) - len(expected) + 1)) >= 0 else None
 
 
-def find_ignored(
-    chat: Conversation, indices: Sequence[int], examples: Sequence[Rendered], names: Collection[str]
-) -> Iterator[str]:
-    """Yield a description of each part of a conversation that none of its examples contains.
+def find_ignored(chat: Conversation, indices: Sequence[int], examples: Sequence[Rendered], template: str) -> list[str]:
+    """Return a description of each part of a conversation that none of its examples contains.
 
-    These are reasoning, tools, calls in messages without loss, and fields of messages that are not in `names`, which
-    the template mentions. Messages after the last of `indices`, the answers with loss, are not checked.
+    These are reasoning, tools, calls in messages without loss, and fields of messages that `template` does not use.
+    Messages after the last of `indices`, the answers with loss, are not checked. Without any, all messages are.
     """
-    yield from chat.ignored
+    ignored = list(chat.ignored)
     messages = chat.messages[: indices[-1] + 1] if indices else chat.messages
     text = "\0".join(each.text for each in examples)
     if any(REASONING[0] in message for message in messages):
         spans = (each.text[begin:end] for each in examples for begin, end in each.spans)
         trained, everything = ("".join(each.split()) for each in ("".join(spans), text))
-        for i, message in enumerate(messages):
-            if "".join(message.get(REASONING[0], "").split()) not in (trained if i in indices else everything):
-                yield "reasoning of messages" + _DROPPED
+        reasoning = ["".join(message.get(REASONING[0], "").split()) for message in messages]
+        if any(each not in (trained if i in indices else everything) for i, each in enumerate(reasoning)):
+            ignored.append("reasoning of messages" + _DROPPED)
     called = Counter(each["name"] for each in called_functions(messages))
     if any(name not in text for name in called):
-        yield "`tool_calls` of messages" + _DROPPED
-    for tool in chat.tools or ():
-        function = tool.get("function", tool)
-        name = str(function.get("name", "")) if isinstance(function, dict) else ""
-        if examples[-1].text.count(name) <= called[name]:
-            yield "`tools`" + _DROPPED
-    for field in sorted({*itertools.chain(*messages)} - _KNOWN - {*names}):
+        ignored.append("`tool_calls` of messages" + _DROPPED)
+    tools = [tool.get("function", tool) for tool in chat.tools or ()]
+    names = [str(each.get("name", "")) for each in tools if isinstance(each, dict)]
+    if any(examples[-1].text.count(name) <= called[name] for name in names):
+        ignored.append("`tools`" + _DROPPED)
+    for field in sorted({*itertools.chain(*messages)} - _KNOWN - names_in(template)):
         if any(message.get(field) not in (None, "", [], {}) for message in messages):
-            yield f"`{field}` of messages" + _DROPPED
+            ignored.append(f"`{field}` of messages" + _DROPPED)
+    return ignored
+
+
+@functools.lru_cache
+def names_in(template: str) -> frozenset[str]:
+    """Return the attributes and the keys in quotes that a template mentions outside comments."""
+    code = COMMENT.sub("", template)
+    return frozenset(re.findall(r"(?<=\.)[A-Za-z_]\w*|(?<=['\"])[A-Za-z_]\w*(?=['\"])", code))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, Literal
 
-from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored, find_problem
+from odc_mpi.data.chat.checks import COMMENT, CharSpan, Rendered, find_ignored, find_problem, names_in
 from odc_mpi.data.chat.tool_calls import argument_forms, called_functions, contains_arguments, is_distorted
 from odc_mpi.data.chat.turn_ends import TurnEnd, find_turn_end
 from odc_mpi.data.examples import Conversation
@@ -22,7 +22,6 @@ from odc_mpi.data.records.messages import REASONING
 from odc_mpi.errors import UserError, one_line_message
 
 SplitTurns = Literal["auto", "always", "never"]
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)  # of Jinja
 _REPLACE = "replace the tokenizer's chat template with --chat-template FILE"
 
 
@@ -65,7 +64,7 @@ class ChatRenderer:
         """
         trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
         examples = self._render_examples(chat, trained)
-        notes = [f"ignored: {each}" for each in self.find_ignored(chat, trained, examples)]
+        notes = [f"ignored: {each}" for each in find_ignored(chat, trained, examples, self.template(chat))]
         if omitted := next((each.omitted for each in examples if each.omitted), ""):
             notes.append(
                 "loss that begins before the end of the generation prompt, because the chat template leaves "
@@ -81,15 +80,8 @@ class ChatRenderer:
             )
         return [each._replace(notes=tuple(notes)) for each in examples]
 
-    def find_ignored(self, chat: Conversation, indices: Sequence[int], examples: Sequence[Rendered]) -> list[str]:
-        """Return a description of each part of a conversation that its rendered examples do not contain.
-
-        `indices` are those of the answers with loss. Without any, all messages are checked.
-        """
-        return list(dict.fromkeys(find_ignored(chat, indices, examples, _names_in(self._template(chat)))))
-
     def _render_examples(self, chat: Conversation, trained: list[int]) -> list[Rendered]:
-        is_marked = _has_marks(self._template(chat))
+        is_marked = _has_marks(self.template(chat))
         num_answers = sum(message["role"] == "assistant" for message in chat.messages)
         if is_marked and len(trained) == num_answers and self._split_turns != "always":
             [marked] = self._render(chat, [len(chat.messages)], with_marks=True)
@@ -244,8 +236,8 @@ class ChatRenderer:
 
         if 0 in counts:
             raise ValueError("expected a message, got none")
-        template, stored = self._template(chat), REASONING[0]
-        if (name := next((name for name in REASONING if name in _names_in(template)), stored)) != stored:
+        template, stored = self.template(chat), REASONING[0]
+        if (name := next((name for name in REASONING if name in names_in(template)), stored)) != stored:
             form = [message | {name: message[stored]} if stored in message else message for message in form]
         rendered: Any = render_jinja_template(
             [form[:count] for count in counts],
@@ -260,7 +252,8 @@ class ChatRenderer:
             text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
         return list(map(Rendered, texts, spans or [[] for _ in texts]))
 
-    def _template(self, chat: Conversation) -> str:
+    def template(self, chat: Conversation) -> str:
+        """Return the template for a conversation. Raises a `UserError` if the tokenizer has none."""
         if not self._tokenizer.chat_template:
             raise UserError(
                 f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
@@ -297,15 +290,8 @@ def fix_time(tokenizer: Any, time: str) -> None:
 
 
 @functools.lru_cache
-def _names_in(template: str) -> frozenset[str]:
-    """Return the attributes and the keys in quotes that a template mentions outside comments."""
-    code = _COMMENT.sub("", template)
-    return frozenset(re.findall(r"(?<=\.)[A-Za-z_]\w*|(?<=['\"])[A-Za-z_]\w*(?=['\"])", code))
-
-
-@functools.lru_cache
 def _has_marks(template: str) -> bool:
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", _COMMENT.sub("", template)) is not None
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", COMMENT.sub("", template)) is not None
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
