@@ -52,7 +52,7 @@ def find_problem(chat: Conversation, indices: Sequence[int], example: Rendered) 
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
         answer_spans = example.spans[number : number + 1] if is_one_each else spans
-        trained = "".join(text[begin:stop] for begin, stop in answer_spans)
+        trained = "".join(text[begin:stop] for begin, stop in answer_spans) if functions else ""
         if end is None or not all(
             each["name"] in trained and contains_arguments(trained, each["arguments"]) for each in functions
         ):
@@ -91,7 +91,8 @@ def find_ignored(chat: Conversation, indices: Sequence[int], examples: Sequence[
     ignored = list(chat.ignored)
     messages = chat.messages[: indices[-1] + 1] if indices else chat.messages
     text = "\0".join(each.text for each in examples)
-    if any(REASONING[0] in message for message in messages):
+    fields = {*itertools.chain(*messages)}
+    if REASONING[0] in fields:
         spans = (each.text[begin:end] for each in examples for begin, end in each.spans)
         trained, everything = ("".join(each.split()) for each in ("".join(spans), text))
         reasoning = ["".join(message.get(REASONING[0], "").split()) for message in messages]
@@ -104,7 +105,7 @@ def find_ignored(chat: Conversation, indices: Sequence[int], examples: Sequence[
     names = [str(each.get("name", "")) for each in tools if isinstance(each, dict)]
     if any(examples[-1].text.count(name) <= called[name] for name in names):
         ignored.append("`tools`" + _DROPPED)
-    for field in sorted({*itertools.chain(*messages)} - _KNOWN - names_in(template)):
+    for field in sorted(fields - _KNOWN - names_in(template)):
         if any(message.get(field) not in (None, "", [], {}) for message in messages):
             ignored.append(f"`{field}` of messages" + _DROPPED)
     return ignored

@@ -207,12 +207,15 @@ class ChatRenderer:
             return []
         error: Exception | None = None
         without_arguments: list[Rendered] | None = None
-        for form in argument_forms(chat.messages):
+        forms = argument_forms(chat.messages)
+        for form in forms:
             try:
                 rendered = self._render_form(chat, form, counts, for_generation, with_marks)
             except Exception as problem:  # templates may raise any exception
                 error = error or problem
                 continue
+            if len(forms) == 1:  # without calls
+                return rendered
             calls = [
                 (each.text, function["arguments"])
                 for each, count in zip(rendered, counts, strict=True)

@@ -38,15 +38,16 @@ def conversation(
         elif messages[0]["content"] != system["content"]:
             ignored["`system` beside a system message"] = None
     context = set()
+    first = 1 if num_last is None else max(1, len(messages) - num_last)
     for i, message in enumerate(messages):
-        flags = {name: value for name, value in message.items() if name in LOSS_FLAGS}
-        is_context = i == 0 or (num_last is not None and i < len(messages) - num_last)
-        if can_have_loss(message) and (is_context or not all(flags.values())):
-            context.add(i)
-        if flags:
+        flags = {}
+        if not LOSS_FLAGS.isdisjoint(message):
+            flags = {name: value for name, value in message.items() if name in LOSS_FLAGS}
             messages[i] = {name: value for name, value in message.items() if name not in flags}
             if message["role"] != "assistant":
                 ignored |= {f"`{name}` of messages that are not the assistant's": None for name in flags if flags[name]}
+        if (i < first or not all(flags.values())) and can_have_loss(message):
+            context.add(i)
     tools = list_field(record, "tools", location)
     for tool in tools:
         if not isinstance(tool, dict):

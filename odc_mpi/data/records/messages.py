@@ -13,7 +13,7 @@ _ROLES |= {"developer": "system", "function_call": "assistant"}
 _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
 #: Names of a message's reasoning in published data sets and templates. Messages have it under the first one.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_MOVED = ("tool_calls", "function_call", "refusal", *REASONING)
+_MOVED = {"tool_calls", "function_call", "refusal", *REASONING}
 
 
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def _parse_message(message: Any, name: str, location: str) -> dict[str, Any]:
         if flag in LOSS_FLAGS and value not in (0, 1):
             got = truncate_text(repr(value), MAX_CHARS)
             raise InvalidRecordError(f"{location}: expected {flag!r} to be 0, 1, false or true, got {got}")
-    moved = {key: parsed.pop(key) for key in _MOVED if key in parsed}
+    moved = {} if _MOVED.isdisjoint(parsed) else {key: parsed.pop(key) for key in _MOVED & parsed.keys()}
     calls = moved.get("tool_calls") or moved.get("function_call")
     content = _content(parsed, location, is_optional="content" in message or bool(calls))
     name = "tool_calls"
@@ -51,7 +51,7 @@ def _parse_message(message: Any, name: str, location: str) -> dict[str, Any]:
     parsed |= {"role": _ROLES.get(role, role), "content": content}
     if "refusal" in moved:  # OpenAI: instead of the content
         parsed["content"] = _one_text(moved | {"content": content}, ("content", "refusal"), location)
-    if calls := parse_calls(calls, name, location):
+    if calls is not None and (calls := parse_calls(calls, name, location)):
         parsed["tool_calls"] = calls
     if moved and (reasoning := _one_text(moved, REASONING, location)):
         parsed[REASONING[0]] = reasoning
