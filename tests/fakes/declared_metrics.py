@@ -1,7 +1,5 @@
 """Metrics that the callbacks of a run declare, by objective."""
 
-from odc_mpi.training.start.run_info import RunInfo
-
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.timing import StepTimeMetrics, ThroughputMetrics
 from odc_mpi.training.evaluation import LossEvaluator
@@ -10,6 +8,7 @@ from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.rl.evaluation import RewardEvaluator
 from odc_mpi.training.rl.source import RolloutSource
 from odc_mpi.training.source import DatasetSource
+from odc_mpi.training.start.run_info import RunInfo
 from odc_mpi.training.update import Update
 
 
