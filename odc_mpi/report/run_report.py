@@ -20,13 +20,6 @@ from odc_mpi.report.run_figures import histograms, loss_figure, rewards_figure, 
 _MAX_PLOTTED = 1e100
 #: Number of completions shown for each of the first and last steps, and maximum length of their texts in characters.
 _NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
-#: Display name of each objective.
-_OBJECTIVES = {
-    "sft": "Supervised fine-tuning",
-    "dpo": "Training on preferences (DPO)",
-    "reward": "Training of a reward model",
-    "grpo": "Training from rewards (GRPO)",
-}
 
 
 def describe(run_dir: Path) -> ReportPage:
@@ -116,7 +109,7 @@ def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray |
 
 def _subtitle(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     run, data, lora = (settings.get(section) or {} for section in ("run", "data", "lora"))
-    kind = _OBJECTIVES.get(run.get("objective", "sft"), "")
+    kind = str(run.get("objective", ""))
     kind += f" of LoRA adapters, r={lora['r']}" if lora.get("r") else ""
     parts = [kind, *(str(part) for part in (data.get("path"), summary.get("mpi_library")) if part)]
     lines = [", ".join(filter(None, parts))]

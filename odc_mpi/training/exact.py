@@ -30,25 +30,12 @@ NUMERICS_ENV_VARS = (
     *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
 )
 _CPUINFO = Path("/proc/cpuinfo")
-#: Values that an exact run does not support, each with the supported ones and the reason. `run.device`: only for GRPO.
-_UNSUPPORTED = {
-    "data.balance": ("lb_micro", "lb_mini or dynamic", "its microbatches depend on the number of ranks"),
-    "data.context_parallel": ("auto", "off", "its chunks depend on the number of ranks"),
-    "model.compile": (True, "false", "kernels that are compiled for one number of tokens may round differently"),
-    "run.device": ("cuda", "cpu", "tokens are sampled with cumulative sums, which are not deterministic on a GPU"),
-    "rl.skip_failed_rewards": (True, "false", "the dropped completions may depend on how long their rewards take"),
-}
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """If `run.exact` is set, apply the settings that it requires. Raises `UserError` for unsupported settings."""
+    """Return the configuration. If `run.exact` is set, apply the settings that it requires."""
     if not config.run.exact:
         return config
-    for key, (unsupported, supported, reason) in _UNSUPPORTED.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value == unsupported and (key != "run.device" or config.run.objective == "grpo"):
-            raise UserError(f"{key}: expected {supported} with run.exact, got {str(value).lower()}: {reason}")
     return replace(
         config,
         model=replace(config.model, reduce_dtype="fixed64"),

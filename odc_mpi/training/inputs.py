@@ -21,8 +21,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.context_parallel_attention import attention_shape
-from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, set_padding
+from odc_mpi.models.heads import CAUSAL_LM, Task
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
+from odc_mpi.training.recipes import names_for, recipe_of
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
@@ -59,7 +60,7 @@ class Inputs:
         """Loader of sequences. Raises `UserError` if the objective is GRPO, whose loader yields prompts instead."""
         if isinstance(self.loader, Loader):
             return self.loader
-        raise UserError("run.objective: expected sft, got grpo: set it to sft")
+        raise UserError(f"run.objective: expected {names_for('sequences')}, which trains on sequences: set it to that")
 
     def close(self) -> None:
         """Close the data set files."""
@@ -74,20 +75,18 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
     `part` is the part of each minibatch and of the held-out data on which the `size` ranks work. Raises `UserError` if
     the settings, data and model do not match, or if a file cannot be used.
     """
-    _validate_context_parallel(config)
-    objective = config.run.objective
-    meta_model = build_model(config.model, config.run.seed, rank, size, REWARD if objective == "reward" else CAUSAL_LM)
+    recipe = recipe_of(config)
+    meta_model = build_model(config.model, config.run.seed, rank, size, recipe.task)
     has_router_loss = getattr(meta_model.module.config.get_text_config(), "output_router_logits", False)
-    if has_router_loss and objective in ("grpo", "reward"):
+    if has_router_loss and not recipe.trains_routers:
         raise UserError(
-            f"run.objective: {objective} has no loss of routers, but the model has output_router_logits: set "
+            f"run.objective: {recipe.name} has no loss of routers, but the model has output_router_logits: set "
             "model.config.output_router_logits to false"
         )
-    if objective == "grpo":
+    if recipe.data == "prompts":
         return _open_prompts(config, _with_adapters(meta_model, config), prompt_time)
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
-    if objective == "reward":
-        set_padding(meta_model.module.config, _padding_token(dataset, meta_model))
+    recipe.adapt_model(meta_model, dataset)
     context_parallel = _plan_context_parallel(config, meta_model, dataset, size)
     meta_model = _with_adapters(meta_model, config)
     loader = Loader(
@@ -114,20 +113,6 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
                 "out more data, or set islands.by to larger islands"
             )
     return Inputs(dataset, meta_model, loader, evaluation, context_parallel, part=part)
-
-
-def _validate_context_parallel(config: Config) -> None:
-    if config.data.context_parallel == "off":
-        return
-    for key, required in (("run.objective", "sft"), ("data.balance", "dynamic"), ("model.compile", False)):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value != required:
-            expected, got = str(required).lower(), str(value).lower()
-            raise UserError(
-                f"data.context_parallel: auto requires {key} {expected}, got {got}: set {key} to {expected}, or "
-                "data.context_parallel to off"
-            )
 
 
 def _plan_context_parallel(
@@ -190,32 +175,17 @@ def _validate_prompts(
     return prompts
 
 
-def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
-    """Return the tokenizer's padding token or end-of-sequence token, as TRL does, or else the model's padding token."""
-    files = tokenizer_files(Path(dataset.path))
-    tokenizer = load_files(files, Path(dataset.path), "data.path") if files else None
-    candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
-    candidates.append(meta_model.module.config.get_text_config().pad_token_id)
-    padding = next((each for each in candidates if each is not None and each < meta_model.vocab_size), None)
-    if padding is None:
-        raise UserError(
-            f"data.path: run.objective reward requires a padding token, but the tokenizer in {dataset.path} has no "
-            "pad_token and no eos_token: set model.config.pad_token_id"
-        )
-    return padding
-
-
 def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
-    dataset, objective = Dataset(path, setting), config.run.objective
-    has_pairs = objective != "sft"
+    dataset, recipe = Dataset(path, setting), recipe_of(config)
+    has_pairs = recipe.data == "pairs"
     if (dataset.pair_counts is not None) != has_pairs:
         raise UserError(
-            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is {objective}: "
-            "set it to sft, or prepare records with the fields chosen and rejected"
+            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is {recipe.name}: "
+            f"set it to {names_for('sequences')}, or prepare records with the fields chosen and rejected"
             if has_pairs
-            else f"{setting}: {path} has pairs of a chosen and a rejected answer, but run.objective is sft: set it to "
-            "dpo or reward, or prepare the chosen answers alone, with --columns messages=chosen, or completion=chosen "
-            "for texts with a prompt"
+            else f"{setting}: {path} has pairs of a chosen and a rejected answer, but run.objective is {recipe.name}: "
+            f"set it to {names_for('pairs')}, or prepare the chosen answers alone, with --columns messages=chosen, or "
+            "completion=chosen for texts with a prompt"
         )
     _check_vocabulary(setting, dataset, config.model, meta_model)
     longest = dataset.num_positions

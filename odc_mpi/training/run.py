@@ -43,7 +43,6 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
-from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.metrics import Metric
@@ -55,15 +54,12 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact import ExponentCallback
 from odc_mpi.training.inputs import Inputs, open_inputs, training_flops
-from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
+from odc_mpi.training.loop import Trainer
 from odc_mpi.training.nonfinite import NonFiniteReport
-from odc_mpi.training.objectives.sft import SFTObjective
-from odc_mpi.training.pairs.build import build_dpo, build_reward
-from odc_mpi.training.rl.build import build_grpo
-from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata, state_digest
+from odc_mpi.training.recipes import recipe_of
+from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
     ResumePoint,
@@ -172,7 +168,7 @@ def decide(config: Config, world: World, model: MetaModel | None = None) -> Deci
         with_optimizer = config.optim.device == "cuda"
         dtypes = _dtypes(config, model)
         shard_bytes = device_shard_bytes(model.module, world.size, *dtypes, with_optimizer=with_optimizer)
-    tickets = config.data.balance == "dynamic" or config.run.objective == "grpo"
+    tickets = config.data.balance == "dynamic" or recipe_of(config).claims_work
     return decide_for(world, settings, device=config.run.device, shard_bytes=shard_bytes, tickets=tickets)
 
 
@@ -204,23 +200,14 @@ def build_trainer(context: RunContext) -> Trainer:
     callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport()]
     if context.islands:
         callbacks.append(IslandMetrics(world, model))
-    source: MinibatchSource
-    objective: Objective
-    if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
+    parts = recipe_of(config).build(context, model, optimizer)
+    source, objective = parts.source, parts.objective
+    callbacks += parts.callbacks
+    if source is None:
+        assert isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader)
         source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, windows)
-        if config.run.objective == "dpo":
-            digest = partial(state_digest, world, TrainingState(model, optimizer, world.rank))
-            objective, others = build_dpo(config, world, model, inputs, resume_point, digest, context.check_stop)
-        elif config.run.objective == "reward":
-            objective, others = build_reward(config, world, model, inputs)
-        else:
-            objective, held_out = SFTObjective(model.module), held_out_pass(config, world, model, inputs)
-            others = [LossEvaluator(config.run, model, held_out, TokenLogps(model.module))] if held_out else []
         if config.data.cost == "fitted":
-            others.append(FitCostModel(inputs.dataset, inputs.loader))
-    else:
-        source, objective, others = build_grpo(config, world, model, inputs, decision)
-    callbacks += others
+            callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
     if isinstance(model.gradient_format, FixedPointGradients):
         callbacks.append(ExponentCallback(model.gradient_format, objective.loss_normalizer))
     update = Update(model, optimizer, config)
@@ -297,7 +284,7 @@ def _build_throughput_metrics(context: RunContext, model: ShardedModel) -> Throu
     config, inputs = context.config, context.inputs
     flops = None
     # The FLOPs of generation are not counted, and peaks are those of bfloat16.
-    if config.run.objective == "sft" and config.model.param_dtype == "bfloat16":
+    if recipe_of(config).counts_flops and config.model.param_dtype == "bfloat16":
         flops = training_flops(inputs.model, numel(model, True) / numel(model))
     return ThroughputMetrics(context.world.size, model.device, inputs.loader.num_epochs, flops)
 

@@ -24,9 +24,9 @@ from odc_mpi.probe.decision import (
     WindowDeviceSetting,
     ZeroCopySetting,
 )
-from odc_mpi.training.islands.settings import IslandsConfig, check_islands
-from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
+from odc_mpi.training.islands.settings import ISLAND_CONFLICTS, IslandsConfig, check_islands
 from odc_mpi.training.parsing.aliases import ALIASES
+from odc_mpi.training.parsing.conflicts import Allowed, Conflicts, check_conflicts
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.parsing.setting_types import (
     NAMES,
@@ -41,7 +41,10 @@ from odc_mpi.training.parsing.setting_types import (
     format_value,
     type_signature,
 )
-from odc_mpi.training.rl.settings import GRPOConfig, check_rl
+from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, recipe_of
+from odc_mpi.training.recipes.dpo import DPOConfig
+from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.reward import RewardConfig
 
 #: Width of the help text, and indentation of the descriptions.
 _WIDTH, _INDENT = 100, 34
@@ -53,6 +56,21 @@ _REASONS = {
     "optim.lr_scheduler_type": lambda value: " (cosine with optim.min_lr_ratio)" if "min_lr" in str(value) else "",
     "optim.warmup_steps": lambda value: " (optim.warmup_ratio takes a fraction)" if isinstance(value, float) else "",
 }
+
+#: Settings of which exact runs support only some values.
+_ALLOWED_IF_EXACT: Allowed = {
+    "data.balance": (("lb_mini", "dynamic", "local_sort"), "its microbatches depend on the number of ranks"),
+    "data.context_parallel": (("off",), "its chunks depend on the number of ranks"),
+    "model.compile": ((False,), "kernels that are compiled for one number of tokens may round differently"),
+}
+_CONTEXT_PARALLEL_CONFLICTS = Conflicts(
+    "data.context_parallel",
+    lambda value: value != "off",
+    {
+        "data.balance": (("dynamic",), "ranks that hold chunks of a sequence have less time for other microbatches"),
+        "model.compile": ((False,), "the attention of chunks reads keys and values from other ranks"),
+    },
+)
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SHARE = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -157,9 +175,7 @@ class OptimConfig:
 class RunConfig:
     """Settings for the objective, length, evaluation, device, files and checkpoints of a run."""
 
-    objective: Annotated[
-        Literal["sft", "dpo", "reward", "grpo"], "fine-tuning, preferences, a reward model, or rewards"
-    ] = "sft"
+    objective: Annotated[ObjectiveName, "fine-tuning, preferences, a reward model, or rewards"] = DEFAULT
     steps: Annotated[int, "optimizer steps, one per minibatch; 0: set by num_train_epochs", NOT_NEGATIVE] = 0
     num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps; null: 1", POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
@@ -285,12 +301,9 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 def default_learning_rate(config: Config) -> float:
     """Return the learning rate for auto: TRL's default, or more for adapters or, in fine-tuning, for a new model."""
-    has_adapters = config.lora.r is not None
-    if config.run.objective in ("grpo", "dpo"):
-        return 1e-5 if has_adapters else 1e-6
-    if config.run.objective == "reward":
-        return 1e-3 if has_adapters else 1e-4
-    return 1e-4 if has_adapters or config.model.path is None else 2e-5
+    return recipe_of(config).learning_rate(
+        from_scratch=config.model.path is None, has_adapters=config.lora.r is not None
+    )
 
 
 def _sections() -> dict[str, Any]:
@@ -314,7 +327,8 @@ def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
     """Raise `UserError` if `key` is the path of a text file. The message has the command that converts it."""
     path = Path(values.get(key) or "")
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    if values.get("run.objective") != "grpo" and Path(name).suffix in _TEXT:
+    recipe = RECIPES[values.get("run.objective", DEFAULT)]
+    if recipe.data != "prompts" and Path(name).suffix in _TEXT:
         out = shlex.quote(str(path.with_name(name).with_suffix(".h5")))
         model = values.get("model.path")
         tokenizer = f" --tokenizer {shlex.quote(model)}" if model else ""
@@ -322,6 +336,12 @@ def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
             f"{source}: {key}: expected a data set of odc-mpi prepare, got text: run odc-mpi prepare "
             f"{shlex.quote(str(path))} --out {out}{tokenizer}, and set {key} to {out}"
         )
+
+
+def _conflicts(recipe: Recipe) -> list[Conflicts]:
+    """Return all combinations of settings that a run with this recipe does not support."""
+    exact = Conflicts("run.exact", bool, {**_ALLOWED_IF_EXACT, **recipe.allowed_if_exact})
+    return [recipe.conflicts, ISLAND_CONFLICTS, exact, _CONTEXT_PARALLEL_CONFLICTS]
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:
@@ -338,9 +358,10 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     for key in ("data.path", "data.eval_path"):
         _require_dataset(source, key, values)
     check_evaluation(values, source)
-    check_rl(values, source)
-    check_dpo(values, source)
-    check_reward(values, source)
+    for recipe in RECIPES.values():
+        if recipe.require_selected(values, source):
+            check_conflicts(_conflicts(recipe), defaults() | values, source)
+            recipe.check(values, source)
     check_islands(values, source)
     if values.get("lora.r") is None:
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]

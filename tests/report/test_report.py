@@ -278,7 +278,7 @@ def test_a_run_with_rewards(run):
     looks = [(tuple(np.ravel(handle.get_facecolor())), handle.get_hatch()) for handle in legend.legend_handles]
     assert len({color for color, _ in looks}) == len(kinds)
     assert {kind for kind, (_, hatch) in zip(kinds, looks, strict=True) if not hatch} == {"computes", "generates"}
-    for words in ("of step 1", "of step 5", "user: &lt;script", "GRPO"):
+    for words in ("of step 1", "of step 5", "user: &lt;script", "grpo"):
         assert words in page
     assert "of step 3" not in page and "loss" not in page and NASTY not in page
     extract_plots(page)
@@ -302,8 +302,8 @@ def test_completions_of_all_characters(run):
 @pytest.mark.parametrize(
     ("objective", "title", "names"),
     [
-        ("dpo", "preferences (DPO)", ("rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")),
-        ("reward", "reward model", ("margin", "accuracy", "mean_reward", "max_reward")),
+        ("dpo", ">dpo", ("rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")),
+        ("reward", ">reward", ("margin", "accuracy", "mean_reward", "max_reward")),
     ],
 )
 def test_a_run_on_preferences(run, objective, title, names):

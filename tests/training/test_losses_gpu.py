@@ -17,8 +17,9 @@ from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
 from odc_mpi.training.objectives.grpo import GRPOObjective
 from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
 from odc_mpi.training.objectives.sft import SFTObjective
-from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig
-from odc_mpi.training.rl.settings import GRPOConfig
+from odc_mpi.training.recipes.dpo import DPOConfig
+from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.reward import RewardConfig
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

@@ -15,7 +15,7 @@ from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
 from odc_mpi.training.objectives.dpo import AnswerLogps, AnswerScores, PreferenceScorer, pair_loss, pair_statistics
 from odc_mpi.training.objectives.pairs import PairObjective
-from odc_mpi.training.pairs.settings import DPOConfig, LossType
+from odc_mpi.training.recipes.dpo import DPOConfig, LossType
 
 # Of the libraries of TRL.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]

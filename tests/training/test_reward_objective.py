@@ -21,7 +21,7 @@ from odc_mpi.models import build
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.heads import REWARD
 from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
-from odc_mpi.training.pairs.settings import RewardConfig
+from odc_mpi.training.recipes.reward import RewardConfig
 
 # Of the libraries of TRL.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]

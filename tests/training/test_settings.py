@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.rl.settings import GRPOConfig
+from odc_mpi.training.recipes.grpo import GRPOConfig
 from odc_mpi.training.settings import (
     CommConfig,
     Config,
@@ -314,7 +314,7 @@ def test_files_that_are_not_yaml(write, text, line, reason):
         (["--model.config.a=1", "--model.config.a.b=1"], "command line: --model.config.a.b: expected model.config.a"),
         (["--islands.by", "0"], "command line: islands.by: expected off or node or an integer, 1 or more, got 0"),
         (["--islands.by", "node", "--run.objective", "grpo", "--data.path", "p.jsonl", "--rl.reward_funcs", "f"],
-         "run.objective: expected sft, dpo or reward with islands.by, got grpo: completions are"),
+         "islands.by: expected off with run.objective grpo, got node: completions are exchanged"),
         (["--islands.by=2", "--data.context_parallel=auto"], "data.context_parallel: expected off with isl"),
         (["--islands.mode=outer"], "islands.mode: outer requires islands, got none: set islands.by"),
         ([*OUTER, "--islands.fragments=4"], "islands.fragments: expected a divisor of islands.sync_every, 30, got 4"),

@@ -5,17 +5,20 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from odc_mpi.errors import UserError
+from odc_mpi.training.parsing.conflicts import Conflicts
 from odc_mpi.training.parsing.setting_types import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check
 
 _SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
 _MOMENTUM = Check("from 0 up to, but not including, 1", lambda value: 0 <= value < 1)
 _BY = Check("1 or more", lambda value: isinstance(value, str) or ONE_OR_MORE.is_valid(value))
-#: Settings, each with the value that islands do not support, the values to use instead, and the reason.
-_UNSUPPORTED = {
-    "run.objective": ("grpo", "sft, dpo or reward", "completions are exchanged between all ranks"),
-    "data.context_parallel": ("auto", "off", "a sequence may be split across islands: set one of the two to off"),
-    "comm.window_device": ("cuda", "auto or cpu", "islands exchange parameters through host memory"),
-}
+ISLAND_CONFLICTS = Conflicts(
+    "islands.by",
+    lambda by: by != "off",
+    {
+        "data.context_parallel": (("off",), "a sequence may be split across islands: set one of the two to off"),
+        "comm.window_device": (("auto", "cpu"), "islands exchange parameters through host memory"),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,14 @@ class IslandsConfig:
         Literal["off", "node"] | int, "node: one island per node; N: islands of N ranks; off: shard over all ranks", _BY
     ] = "off"
     mode: Annotated[
-        Literal["hybrid", "outer"], "hybrid: one model, same results as off; outer: islands train separately (DiLoCo)"
+        Literal["hybrid", "outer"], "hybrid: one model, same results as off; outer: islands train apart (DiLoCo)"
     ] = "hybrid"
-    sync_every: Annotated[int, "outer: steps in which each fragment is synchronized once", ONE_OR_MORE] = 30
+    sync_every: Annotated[int, "outer: steps in which each fragment is merged once", ONE_OR_MORE] = 30
     sync_when: Annotated[
         Literal["steps", "change"], "outer: change: also when gradient norms change; docs/islands.md"
     ] = "steps"
     change: Annotated[float, "sync_when change: relative change of the smoothed gradient norm", POSITIVE] = 0.05
-    fragments: Annotated[int, "outer: parts of the parameters, synchronized at different steps", ONE_OR_MORE] = 1
+    fragments: Annotated[int, "outer: parts of the parameters, merged at different steps", ONE_OR_MORE] = 1
     delay: Annotated[int, "outer: steps between sending a fragment and applying the result", NOT_NEGATIVE] = 0
     local_share: Annotated[float, "outer: share of its own parameters that an island keeps", _SHARE] = 0.0
     outer_learning_rate: Annotated[float, "outer: learning rate of SGD on the difference", POSITIVE] = 0.7
@@ -53,9 +56,6 @@ def check_islands(values: Mapping[str, Any], source: str) -> None:
         if values.get("islands.mode") == "outer":
             raise UserError(f"{source}: islands.mode: outer requires islands, got none: set islands.by")
         return
-    for setting, (unsupported, expected, reason) in _UNSUPPORTED.items():
-        if values.get(setting) == unsupported:
-            raise UserError(f"{source}: {setting}: expected {expected} with islands.by, got {unsupported}: {reason}")
     if values.get("islands.mode", "hybrid") == "outer":
         _check_outer(values, source)
 

@@ -28,7 +28,7 @@ from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.training.objectives.pairs import PairScorer, PairScores
-from odc_mpi.training.pairs.settings import DPOConfig
+from odc_mpi.training.recipes.dpo import DPOConfig
 
 
 class AnswerScores(NamedTuple):

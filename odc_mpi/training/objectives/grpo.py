@@ -24,7 +24,7 @@ from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
-from odc_mpi.training.rl.settings import GRPOConfig
+from odc_mpi.training.recipes.grpo import GRPOConfig
 
 #: Function that returns the reference policy's log-probabilities, float32 `[K]`, of a microbatch's target tokens.
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]

@@ -18,7 +18,7 @@ from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
-from odc_mpi.training.pairs.settings import RewardConfig
+from odc_mpi.training.recipes.reward import RewardConfig
 
 #: Statistics that are reduced to their minimum or maximum over all pairs. Other statistics are averaged.
 EXTREMES = {"min_reward": min, "max_reward": max}

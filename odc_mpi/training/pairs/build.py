@@ -2,38 +2,32 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.models.configuration import full_configuration, significant_settings
 from odc_mpi.observe.callback import Callback
-from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
-from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
 from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
 from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
-from odc_mpi.training.rundir.resume import ResumePoint
-from odc_mpi.training.settings import Config
+from odc_mpi.training.recipes.recipe import Parts
+from odc_mpi.training.rundir.checkpointing import state_digest
 
 
-def build_dpo(
-    config: Config,
-    world: World,
-    model: ShardedModel,
-    inputs: Inputs,
-    resume_point: ResumePoint | None,
-    weights_digest: Callable[[], str],
-    check_stop: Callable[[], None],
-) -> tuple[PairObjective, list[Callback]]:
+def build_dpo(context: RunContext, model: ShardedModel, optimizer: torch.optim.Optimizer) -> Parts:
     """Build the objective of a DPO run, and the callbacks for the reference model and the evaluation. Collective.
 
-    `weights_digest` returns a digest of the parameters, and `check_stop` raises an error on all ranks if a stop was
-    requested. Both are collective. The model is set to evaluation mode so that dropout does not affect
-    log-probabilities. Reference log-probabilities are also read from the run directory of `resume_point`.
+    The model is set to evaluation mode so that dropout does not affect log-probabilities. Reference log-probabilities
+    are also read from the run directory of the resume point.
     """
+    config, world, inputs, resume_point = context.config, context.world, context.inputs, context.resume_point
+    state = TrainingState(model, optimizer, world.rank)
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
     answer_logps = AnswerLogps(model.module, inputs.model.packing.packs)
@@ -42,7 +36,7 @@ def build_dpo(
     settings = json.dumps([configuration, inputs.model.adapter, config.model.param_dtype], sort_keys=True)
 
     def model_digest() -> str:  # without `inputs`, whose files are closed before the training
-        return hashlib.sha256(f"{weights_digest()}{settings}".encode()).hexdigest()
+        return hashlib.sha256(f"{state_digest(world, state)}{settings}".encode()).hexdigest()
 
     loader, held_out = inputs.sequence_loader, held_out_pass(config, world, model, inputs)
     training = ForwardPass(config, world, model, inputs, inputs.dataset)
@@ -54,19 +48,18 @@ def build_dpo(
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
-    reference = ReferenceLogps(world, answer_logps, passes, directories, model_digest, check_stop)
+    reference = ReferenceLogps(world, answer_logps, passes, directories, model_digest, context.check_stop)
     scorers = [PreferenceScorer(answer_logps, config.dpo, values) for values in reference.values]
     callbacks: list[Callback] = [reference]
     if held_out:
         callbacks.append(PairEvaluator(config.run, model, held_out, scorers[1]))
-    return PairObjective(scorers[0]), callbacks
+    return Parts(PairObjective(scorers[0]), callbacks)
 
 
-def build_reward(
-    config: Config, world: World, model: ShardedModel, inputs: Inputs
-) -> tuple[PairObjective, list[Callback]]:
+def build_reward(context: RunContext, model: ShardedModel) -> Parts:
     """Build the objective and, if there is held-out data, the evaluator for training a reward model. Collective."""
+    config, inputs = context.config, context.inputs
     model.eval()  # disables dropout, as in TRL
     scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
-    held_out = held_out_pass(config, world, model, inputs)
-    return PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else []
+    held_out = held_out_pass(config, context.world, model, inputs)
+    return Parts(PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else [])

@@ -19,6 +19,7 @@ from odc_mpi.training.parsing.setting_types import (
     union_members,
     validate_value,
 )
+from odc_mpi.training.recipes import RECIPES
 
 COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 #: Similarity, from 0 to 1, above which a name is suggested for an unknown one.
@@ -32,8 +33,6 @@ _EXCLUSIVE = {
 }
 
 _OBJECTIVE = "run.objective"
-#: Sections with the settings of an objective, keyed by objective.
-_SECTIONS = {"dpo": "dpo", "grpo": "rl"}
 
 
 class _Given(NamedTuple):
@@ -68,7 +67,7 @@ class Reader:
         for item in items:
             if item.name in (_OBJECTIVE, _OBJECTIVE.partition(".")[2]):
                 objective = item.value if item.words is None else " ".join(item.words)
-                section = _SECTIONS.get(objective, "") if isinstance(objective, str) else ""
+                section = RECIPES[objective].section if objective in RECIPES else ""
         names = self._resolve_all(items, section)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}

@@ -5,7 +5,6 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
 from odc_mpi.errors import UserError
@@ -155,33 +154,3 @@ def check_evaluation(values: Mapping[str, Any], source: str) -> None:
             f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every to be a "
             f"positive multiple of run.eval_every, got {saved} and {evaluated}"
         )
-
-
-def is_objective(
-    objective: str,
-    section: str,
-    kind: Any,
-    required: Mapping[str, tuple[Any, str]],
-    values: Mapping[str, Any],
-    source: str,
-) -> bool:
-    """Return True if `values`, the user's settings, select `objective`. Also check the settings that depend on it.
-
-    `kind` is the dataclass for `section`, whose settings apply only to this objective. `required` maps other settings
-    to the only value that it supports and the reason. Raises a `UserError` that names `source` if one of those has
-    another value, or if the objective is not selected but a setting in `section` differs from its default.
-    """
-    if values.get("run.objective", "sft") != objective:
-        defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}
-        changed = [key for key in values if key in defaults and values[key] != defaults[key]]
-        if changed:
-            raise UserError(
-                f"{source}: {changed[0]} requires run.objective {objective}: set that, or remove {changed[0]}"
-            )
-        return False
-    for key, (supported, reason) in required.items():
-        value = values.get(key, supported)
-        if value != supported:
-            expected, got = (json.dumps(each).strip('"') for each in (supported, value))
-            raise UserError(f"{source}: {key}: expected {expected} with run.objective {objective}, got {got}: {reason}")
-    return True

@@ -17,18 +17,19 @@ from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.inputs import Inputs, build_model
+from odc_mpi.training.context import RunContext
+from odc_mpi.training.inputs import build_model
 from odc_mpi.training.objectives.grpo import GRPOObjective, ReferenceLogpsFn
+from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.rl.evaluation import RewardEvaluator
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.rl.source import RolloutSource
 from odc_mpi.training.settings import Config
 
 
-def build_grpo(
-    config: Config, world: World, model: ShardedModel, inputs: Inputs, decision: Decision
-) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
+def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
     """Build the minibatch source, the objective and the other callbacks for a GRPO run. Collective."""
+    config, world, inputs = context.config, context.world, context.inputs
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
     arguments = rl.reward_funcs, rl.reward_weights, model.device, inputs.prompt_time
@@ -48,14 +49,14 @@ def build_grpo(
             "distribution, so training is not strictly on-policy"
         )
     model.eval()  # with dropout, the trained policy would differ from the one that generates
-    reference_logps = make_reference_logps(config, world, model, decision) if rl.beta else None
+    reference_logps = make_reference_logps(config, world, model, context.decision) if rl.beta else None
     packs = inputs.model.packing.packs
     source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, names, rewards_of, packs)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, rewards_of))
     num_groups = config.data.minibatch_sequences // rl.num_generations
-    return source, GRPOObjective(model.module, rl, num_groups, reference_logps), callbacks
+    return Parts(GRPOObjective(model.module, rl, num_groups, reference_logps), callbacks, source)
 
 
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:

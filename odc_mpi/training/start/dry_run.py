@@ -32,10 +32,10 @@ from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
+from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.resume import resolve_steps
 from odc_mpi.training.settings import Config
 from odc_mpi.training.start.resolved_settings import resolve_settings
-from odc_mpi.training.start.run_info import samples_per_step, unit_of_samples
 
 #: Number of minibatches whose plans are searched for the largest microbatch.
 _NUM_MINIBATCHES = 50
@@ -110,13 +110,13 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
 
 
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
-    num, per_step, steps = len(inputs.dataset), samples_per_step(config), config.run.steps
+    num, steps = len(inputs.dataset), config.run.steps
     epochs = inputs.loader.num_epochs(steps)
     num_parameters = sum(parameter.numel() for parameter in inputs.model.module.parameters())
     lines = [
         f"ranks   {num_ranks}",
         f"model   {type(inputs.model.module).__name__}, {num_parameters:,} parameters, {config.model.param_dtype}",
-        f"data    {config.data.path}: {num:,} {unit_of_samples(config)}, {per_step} per step",
+        f"data    {config.data.path}: {num:,} {recipe_of(config).describe_samples(config)}",
         f"steps   {steps:,}, {epochs:.2f} epochs",
     ]
     if isinstance(inputs.dataset, Dataset):

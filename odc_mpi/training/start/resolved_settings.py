@@ -15,6 +15,7 @@ from odc_mpi.errors import UserError, warn
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
+from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.settings import Config, LoraConfig, default_learning_rate
 
 
@@ -43,7 +44,7 @@ def resolve_settings(
             notes["model.path"] = str(config.model.path)
     device: str = config.run.device
     if device == "auto":
-        needs_cpu = config.run.exact and config.run.objective == "grpo"
+        needs_cpu = config.run.exact and "run.device" in recipe_of(config).allowed_if_exact
         device, reason = ("cpu", "run.exact requires it") if needs_cpu else choose_device(world)
         notes["run.device"] = f" (auto: {reason})"
     for name, value in (("model.param_dtype", config.model.param_dtype), ("optim.lr", config.optim.learning_rate)):

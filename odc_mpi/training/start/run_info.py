@@ -15,19 +15,9 @@ from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
+from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.resume import start_line
 from odc_mpi.training.settings import Config, default_learning_rate
-
-
-def samples_per_step(config: Config) -> int:
-    """Return the number of samples per step on all ranks together: sequences, pairs or, with GRPO, prompts."""
-    sequences = config.data.minibatch_sequences
-    return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
-
-
-def unit_of_samples(config: Config) -> str:
-    """Return the plural noun for the samples in the data set, such as "pairs"."""
-    return {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
 
 
 def startup_lines(context: RunContext, model: ShardedModel) -> str:
@@ -36,9 +26,7 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
     decision, resume_point = context.decision, context.resume_point
     data, packing = config.data, inputs.model.packing
     dtype = f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
-    per_step = f"{unit_of_samples(config)}, {samples_per_step(config)} per step"
-    if config.run.objective == "grpo":
-        per_step += f" with {config.rl.num_generations} completions each"
+    per_step = recipe_of(config).describe_samples(config)
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
     num_epochs = inputs.loader.num_epochs(config.run.steps - (resume_point.step if resume_point else 0))
     num_trainable, num_parameters = numel(model, True), numel(model)

@@ -11,8 +11,8 @@ from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.objectives.grpo import GRPOObjective, kl_k3, loss_normalizer
+from odc_mpi.training.recipes.grpo import GRPOConfig
 from odc_mpi.training.rl.metrics import RolloutMetrics
-from odc_mpi.training.rl.settings import GRPOConfig
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])

@@ -1,0 +1,79 @@
+"""Direct preference optimization, and the section `dpo` of the settings, with the names and defaults of TRL."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from typing_extensions import override
+
+from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
+from odc_mpi.training.parsing.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
+from odc_mpi.training.recipes.recipe import PAIR_SETTINGS, Parts, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from odc_mpi.shard.model import ShardedModel
+    from odc_mpi.training.context import RunContext
+
+#: Losses for a pair; see `training.objectives.dpo`.
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
+_BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
+
+
+@dataclass(frozen=True)
+class DPOConfig:
+    """Settings for direct preference optimization."""
+
+    beta: Annotated[float, "scale of the log-ratios to the reference model", POSITIVE] = 0.1
+    loss_type: Annotated[LossType | list[str], "loss, or several; docs/preferences.md", NON_EMPTY_NAMES] = "sigmoid"
+    loss_weights: Annotated[list[float] | None, "weight of each loss; null: 1.0 each"] = None
+    label_smoothing: Annotated[float, "sigmoid and robust: probability of swapped answers", _BELOW_HALF] = 0.0
+
+    @property
+    def weighted_losses(self) -> list[tuple[str, float]]:
+        """Names of the losses in `loss_type`, each with its weight."""
+        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        return list(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+
+
+class DPO(Recipe):
+    """Direct preference optimization on pairs of a chosen and a rejected answer."""
+
+    name = section = "dpo"
+    settings = DPOConfig
+    data = "pairs"
+    unit = "pairs"
+    allowed = PAIR_SETTINGS
+
+    @override
+    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
+        return 1e-5 if has_adapters else 1e-6
+
+    @override
+    def check(self, values: Mapping[str, Any], source: str) -> None:
+        types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
+        types, known = [types] if isinstance(types, str) else types, get_args(LossType)
+        for name in types:
+            if name not in known:
+                raise UserError(
+                    f"{source}: dpo.loss_type: expected some of {', '.join(known)}, got "
+                    f"{name}{did_you_mean(name, known)}"
+                )
+        if weights is not None and (len(weights) != len(types) or min(weights) < 0 or not any(weights)):
+            raise UserError(
+                f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, none "
+                f"below 0 and not all 0, got {weights}"
+            )
+        if values.get("dpo.label_smoothing") and not {"sigmoid", "robust"} & set(types):
+            raise UserError(
+                f"{source}: dpo.label_smoothing: expected 0 without the losses sigmoid and robust in dpo.loss_type, "
+                f"got {values['dpo.label_smoothing']}"
+            )
+
+    @override
+    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+        from odc_mpi.training.pairs.build import build_dpo
+
+        return build_dpo(context, model, optimizer)

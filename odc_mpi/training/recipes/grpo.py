@@ -1,0 +1,129 @@
+"""GRPO, and the section `rl` of the settings. Settings that TRL's `GRPOConfig` has have the same names and defaults."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from typing_extensions import override
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.parsing.setting_types import (
+    NON_EMPTY_NAMES,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    POSITIVE,
+    Check,
+    Size,
+)
+from odc_mpi.training.recipes.recipe import Parts, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from odc_mpi.shard.model import ShardedModel
+    from odc_mpi.training.context import RunContext
+    from odc_mpi.training.settings import Config
+
+_PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
+_TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
+_STORE_BYTES = Size(16 << 20)
+_UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """Settings for GRPO: rewards, sampling and loss."""
+
+    reward_funcs: Annotated[
+        list[str] | None, "module:name, file.py:name, a built-in, or a reward model; docs/rewards.md", NON_EMPTY_NAMES
+    ] = None
+    reward_weights: Annotated[list[float] | None, "weight of each reward function; null: 1.0 each"] = None
+    tokenizer: Annotated[str | None, "tokenizer: directory, hub name, run or data set; null: model.path"] = None
+    num_generations: Annotated[int, "completions per prompt", _TWO_OR_MORE] = 8
+    max_completion_length: Annotated[int, "most tokens of a completion", ONE_OR_MORE] = 512
+    temperature: Annotated[float, "temperature of the softmax, in sampling and in training", POSITIVE] = 1.0
+    top_p: Annotated[float, "nucleus sampling threshold; 1: off", _PROBABILITY] = 1.0
+    top_k: Annotated[int, "sample from the k most likely tokens; 0: off", NOT_NEGATIVE] = 0
+    beta: Annotated[float, "weight of the KL divergence from model.path; 0: none", NOT_NEGATIVE] = 0.0
+    loss_type: Annotated[
+        Literal["dapo", "grpo", "dr_grpo"], "divide by tokens, by completions and their lengths, or by a constant"
+    ] = "dapo"
+    scale_rewards: Annotated[Literal["group", "none"], "divide advantages by the std of the group"] = "group"
+    mask_truncated_completions: Annotated[bool, "exclude truncated completions from the loss"] = False
+    num_iterations: Annotated[int, "updates per rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
+    max_concurrent_sequences: Annotated[int, "most completions that a rank decodes at once", ONE_OR_MORE] = 256
+    store_bytes: Annotated[Size, "bytes per rank for finished rollouts that any rank may train"] = _STORE_BYTES
+    reward_timeout_s: Annotated[float, "time limit of a reward function per prompt group, in seconds", POSITIVE] = 60.0
+    skip_failed_rewards: Annotated[bool, "drop completions whose reward fails, instead of ending the run"] = False
+    log_completions: Annotated[int, "steps between printed and recorded completions; 0: none", NOT_NEGATIVE] = 0
+
+
+class GRPO(Recipe):
+    """Training from rewards for completions of prompts."""
+
+    name = "grpo"
+    section = "rl"
+    settings = GRPOConfig
+    data = "prompts"
+    unit = "prompts"
+    trains_routers = False
+    claims_work = True
+    allowed: ClassVar = {
+        "rl.num_iterations": (
+            (1,),
+            "training is strictly on-policy; rollouts would be from an older policy",
+        ),
+        "lora.dropout": ((0,), "with dropout the trained policy is not the one that generated"),
+        "run.keep_best": ((False,), "there is no evaluation loss"),
+        "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),
+        "data.cost": (("flops",), _UNKNOWN_LENGTHS),
+        "data.context_parallel": (("off",), _UNKNOWN_LENGTHS),
+        "islands.by": (("off",), "completions are exchanged between all ranks"),
+    }
+    allowed_if_exact: ClassVar = {
+        "run.device": (
+            ("auto", "cpu"),
+            "tokens are sampled with cumulative sums, which are not deterministic on a GPU",
+        ),
+        "rl.skip_failed_rewards": ((False,), "the dropped completions may depend on how long their rewards take"),
+    }
+
+    @override
+    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
+        return 1e-5 if has_adapters else 1e-6
+
+    @override
+    def samples_per_step(self, config: "Config") -> int:
+        return config.data.minibatch_sequences // config.rl.num_generations
+
+    @override
+    def describe_samples(self, config: "Config") -> str:
+        return f"{super().describe_samples(config)} with {config.rl.num_generations} completions each"
+
+    @override
+    def check(self, values: Mapping[str, Any], source: str) -> None:
+        functions, weights = values.get("rl.reward_funcs"), values.get("rl.reward_weights")
+        if not functions:
+            raise UserError(
+                f"{source}: run.objective grpo requires rl.reward_funcs: set it, for example to exact_match"
+            )
+        if weights is not None and len(weights) != len(functions):
+            raise UserError(
+                f"{source}: rl.reward_weights: expected {len(functions)}, a weight for each of rl.reward_funcs, got "
+                f"{len(weights)}"
+            )
+        if not (values.get("rl.tokenizer") or values.get("model.path")):
+            raise UserError(f"{source}: run.objective grpo requires a tokenizer: set rl.tokenizer, or model.path")
+        num_generations = values.get("rl.num_generations", GRPOConfig.num_generations)
+        sequences = values.get("data.minibatch_sequences", 16)
+        if sequences % num_generations:
+            raise UserError(
+                f"{source}: data.minibatch_sequences: expected a multiple of rl.num_generations, {num_generations}, "
+                f"got {sequences}: with run.objective grpo it is the number of completions per step"
+            )
+
+    @override
+    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+        from odc_mpi.training.rl.build import build_grpo
+
+        return build_grpo(context, model)

@@ -1,0 +1,115 @@
+"""`Recipe`: all that one training objective needs. Recipes import torch and models only when they build a run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
+
+if TYPE_CHECKING:
+    import torch
+
+    from odc_mpi.data.dataset.reader import Dataset
+    from odc_mpi.models.build import MetaModel
+    from odc_mpi.models.heads import Task
+    from odc_mpi.observe.callback import Callback
+    from odc_mpi.shard.model import ShardedModel
+    from odc_mpi.training.context import RunContext
+    from odc_mpi.training.loop import MinibatchSource, Objective
+    from odc_mpi.training.settings import Config
+
+#: Name of the recipe of a run whose settings name none.
+DEFAULT: Literal["sft"] = "sft"
+#: Settings of which recipes for pairs support only some values.
+PAIR_SETTINGS: Allowed = {
+    "data.context_parallel": (("off",), "a pair cannot be split over ranks"),
+    "lora.dropout": ((0,), "dropout would change what is compared"),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recipe builds for a run. `source` is None if the run reads its minibatches from a prepared data set."""
+
+    objective: "Objective"
+    callbacks: "Sequence[Callback]" = ()
+    source: "MinibatchSource | None" = None
+
+
+class Recipe(ABC):
+    """All that one training objective needs.
+
+    Attributes:
+        name: Value of `run.objective` that selects the recipe.
+        section: Section with the settings of the recipe, or "" if it has none.
+        settings: Dataclass of that section, or None.
+        data: Kind of data: prepared sequences, prepared pairs, or a file with prompts.
+        unit: Plural noun for the samples in the data.
+        allowed: Settings of which the recipe supports only some values, as in `Conflicts`.
+        allowed_if_exact: Further such settings if `run.exact` is set.
+        trains_routers: True if the loss can include the auxiliary loss of routers.
+        claims_work: True if ranks claim work from each other with any value of `data.balance`.
+        counts_flops: True if the FLOPs of a step follow from the lengths of its sequences.
+    """
+
+    name: ClassVar[str]
+    section: ClassVar[str] = ""
+    settings: ClassVar[type | None] = None
+    data: ClassVar[Literal["sequences", "pairs", "prompts"]]
+    unit: ClassVar[str]
+    allowed: ClassVar[Allowed] = {}
+    allowed_if_exact: ClassVar[Allowed] = {}
+    trains_routers: ClassVar[bool] = True
+    claims_work: ClassVar[bool] = False
+    counts_flops: ClassVar[bool] = False
+
+    @property
+    def conflicts(self) -> Conflicts:
+        """Settings of which the recipe supports only some values."""
+        return Conflicts("run.objective", self.name.__eq__, self.allowed)
+
+    @property
+    def task(self) -> "Task":
+        """Prediction task of the model."""
+        from odc_mpi.models.heads import CAUSAL_LM
+
+        return CAUSAL_LM
+
+    def require_selected(self, values: Mapping[str, Any], source: str) -> bool:
+        """Return True if the user's settings, `values`, select this recipe.
+
+        Raises a `UserError` that names `source` if they do not, but change a setting in the recipe's section.
+        """
+        is_selected = values.get("run.objective", DEFAULT) == self.name
+        if self.settings and not is_selected:
+            defaults = {f"{self.section}.{item.name}": item.default for item in fields(self.settings)}
+            changed = [key for key in values if key in defaults and values[key] != defaults[key]]
+            if changed:
+                raise UserError(
+                    f"{source}: {changed[0]} requires run.objective {self.name}: set that, or remove {changed[0]}"
+                )
+        return is_selected
+
+    def check(self, values: Mapping[str, Any], source: str) -> None:  # noqa: B027
+        """Raise a `UserError` that names `source` if the user's settings for this recipe contradict each other."""
+
+    @abstractmethod
+    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
+        """Return the default learning rate: TRL's, or more for adapters or for a new model."""
+
+    def samples_per_step(self, config: "Config") -> int:
+        """Return the number of samples per step on all ranks together."""
+        return config.data.minibatch_sequences
+
+    def describe_samples(self, config: "Config") -> str:
+        """Return a description of the samples of a step, such as "pairs, 16 per step"."""
+        return f"{self.unit}, {self.samples_per_step(config)} per step"
+
+    def adapt_model(self, meta_model: "MetaModel", dataset: "Dataset") -> None:  # noqa: B027
+        """Adapt a model without weights to a prepared data set."""
+
+    @abstractmethod
+    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+        """Build the objective, the callbacks for evaluation and, for prompts, the minibatch source. Collective."""

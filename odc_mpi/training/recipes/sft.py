@@ -1,0 +1,36 @@
+"""Supervised fine-tuning."""
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from odc_mpi.training.recipes.recipe import Parts, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from odc_mpi.shard.model import ShardedModel
+    from odc_mpi.training.context import RunContext
+
+
+class SFT(Recipe):
+    """Supervised fine-tuning on prepared sequences."""
+
+    name = "sft"
+    data = "sequences"
+    unit = "sequences"
+    counts_flops = True
+
+    @override
+    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
+        return 1e-4 if has_adapters or from_scratch else 2e-5
+
+    @override
+    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+        from odc_mpi.models.token_logps import TokenLogps
+        from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
+        from odc_mpi.training.objectives.sft import SFTObjective
+
+        held_out = held_out_pass(context.config, context.world, model, context.inputs)
+        evaluators = [LossEvaluator(context.config.run, model, held_out, TokenLogps(model.module))] if held_out else []
+        return Parts(SFTObjective(model.module), evaluators)
