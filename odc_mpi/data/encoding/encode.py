@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.chat.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.encoding.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError
@@ -28,7 +28,7 @@ class Encoded:
         has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
         is_chat: True if a chat template rendered the text.
         omitted, ignored, unended: See `chat.checks.Rendered`.
-        pair: Token counts for a pair of answers (see `pairs.encode`); None for other sequences.
+        pair: Token counts for a pair of answers (see `encoding.pairs`); None for other sequences.
     """
 
     tokens: npt.NDArray[np.uint32]
