@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.groups import read_pairs
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
-from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.plan.balance import Plan, check_fit, find_strategy, plan_islands
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
