@@ -35,12 +35,13 @@ from odc_mpi.errors import AllRanksUserError, one_line_message
 from odc_mpi.observe.timing import peak_flops
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs, training_flops
 from odc_mpi.training.loop import Trainer
-from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.run_info import numel
 from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, load
+from odc_mpi.training.start.resolved_settings import with_device
+from odc_mpi.training.start.run_info import numel
 from odc_mpi.training.update import make_optimizer
 
 PLAIN, HOST, DEVICE, COPIES = "plain", "host_windows", "device_windows", "device_copies"
@@ -311,7 +312,7 @@ class Contenders:
         config = replace(config, comm=replace(config.comm, **comm))
         inputs, decision = open_inputs(config, self._world.rank, self._world.size), decide(config, world)
         self.reductions[name] = decision.reduction.value
-        trainer = build_trainer(config, world, inputs, decision)
+        trainer = build_trainer(RunContext(config, world, inputs=inputs, decision=decision))
         self._closing.enter_context(trainer)
         self._closing.callback(trainer.model.close)
         self.model_numel = numel(trainer.model)

@@ -26,6 +26,7 @@ import json
 import statistics
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from two_hosts import launch, missing  # noqa: E402
 
 DATA = mpi_launch.ROOT / "runs/data/stdlib.h5"
 CEILING, CACHES, NO_CACHES, DYNAMIC = "ceiling", "caches", "no caches", "caches, dynamic"
-ISLANDS, OUTER = "islands", "outer loop"
+ISLANDS, OUTER = "islands", "merged islands"
 LARGER = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -53,8 +54,8 @@ WARM_UP = 2
 
 def configuration(arguments):
     """Return the configuration: settings of the quick start, with the requested number of steps."""
-    from odc_mpi.training.resolved_settings import with_device
     from odc_mpi.training.settings import load
+    from odc_mpi.training.start.resolved_settings import with_device
 
     config = with_device(load(mpi_launch.ROOT / "jobs/quickstart.yaml"), "cpu")
     model = config.model.config | (LARGER if arguments.larger else {})
@@ -79,21 +80,35 @@ def train(world, name, config, steps):
     """Train from scratch.
 
     Returns tokens per second; per step bytes of a rank, bytes of a host and microbatches; and the percentage of the
-    time that the outer loop takes without its waits.
+    time that merges of islands take without their waits.
     """
     from odc_mpi.bench.baselines import UnshardedBaseline
     from odc_mpi.bench.measure import slowest_s
+    from odc_mpi.comm.islands.islands import Islands
+    from odc_mpi.data.loader import Part
+    from odc_mpi.training.context import RunContext
     from odc_mpi.training.inputs import open_inputs
+    from odc_mpi.training.islands.apart import add_diloco
     from odc_mpi.training.run import build_trainer, decide
 
-    inputs = open_inputs(config, world.rank, world.size, world.num_nodes if config.islands.mode == "outer" else 1)
+    context, num_runs, closing = RunContext(config, world, decision=decide(config, world)), 1, ExitStack()
+    if config.islands.by != "off":
+        islands = Islands(world, config.islands.by)
+        context.islands = islands
+        if config.islands.mode == "outer":
+            closing.callback(islands.close)
+            context.world, context.islands, num_runs = islands.island, None, islands.size
+            context.part = Part(islands.index, islands.size)
+            context.add_callbacks = lambda trainer: closing.callback(add_diloco(context, islands, trainer).free)
+    context.inputs = open_inputs(config, context.world.rank, context.world.size, context.part)
     output = []
     if name == CEILING:
-        whole = UnshardedBaseline(config, inputs.sequence_loader)
-        step, close = (lambda: {"num_input_tokens": whole.step()[1]}), (lambda: None)
+        whole = UnshardedBaseline(config, context.inputs.sequence_loader)
+        step = lambda: {"num_input_tokens": whole.step()[1]}  # noqa: E731
     else:
-        trainer = build_trainer(config, world, inputs, decide(config, world))
-        step, close = trainer.step, trainer.model.close
+        trainer = build_trainer(context)
+        step = trainer.step
+        closing.callback(trainer.model.close)
     for _ in range(WARM_UP):
         step()
     before = received()
@@ -101,12 +116,13 @@ def train(world, name, config, steps):
     on_wire = (received() - before) / steps
     outer_s = 0.0 if name == CEILING else trainer.model.spans.seconds["outer_sync"]
     outer_s -= sum(line.get("island_wait_s", 0) for line in output) if outer_s else 0
-    close()
+    closing.close()
     kinds = ["bytes_fetched_other_nodes", "bytes_pushed_other_nodes"]
     kinds += ["bytes_between_islands"] if config.islands.mode == "outer" else []
     over = [sum(line.get(kind, 0) for kind in kinds) for line in output]
     microbatches = [(line.get("microbatches_min", 0) + line.get("microbatches_max", 0)) / 2 for line in output]
-    speed = sum(line["num_input_tokens"] for line in output) / seconds
+    tokens = world.gather_objects(sum(line["num_input_tokens"] for line in output))
+    speed = sum(tokens) * num_runs / len(tokens) / seconds
     return speed, statistics.mean(over), on_wire, statistics.mean(microbatches), 100 * outer_s / seconds
 
 
@@ -194,7 +210,7 @@ def main():
             for name, done in run(hosts, arguments).items():
                 results.setdefault((hosts, name), []).extend(done)
     head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'ratio':>8}  {'quartiles':>14}"
-    print(f"{head}  {'MB of a rank':>12}  {'MB of a host':>12}  microbatches  outer loop")
+    print(f"{head}  {'MB of a rank':>12}  {'MB of a host':>12}  microbatches  merges")
     for (hosts, name), done in results.items():
         ratios = [speed / ceiling for (speed, *_), (ceiling, *_) in zip(done, results[hosts, CEILING], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3

@@ -1,9 +1,9 @@
-"""Copy the manual to a folder and generate the reference of settings, commands and the Python interface; `make docs`.
+"""Copy the manual to a folder and generate the reference of settings, metrics, commands and Python; `make docs`.
 
     python docs/stage.py build/manual
 
 The folder then has mkdocs.yml and docs/. The reference comes from the dataclasses of the settings, the parser of the
-command line, and the docstrings of the public names.
+command line, the metrics that callbacks declare, and the docstrings of the public names.
 """
 
 import argparse
@@ -17,9 +17,12 @@ from typing import get_args, get_type_hints
 
 import odc_mpi
 from odc_mpi.cli.main import parser
+from odc_mpi.observe.callback import Callback
+from odc_mpi.observe.metrics import GROUPS
+from odc_mpi.training.objectives.pairs import PairScorer
 from odc_mpi.training.parsing import aliases
 from odc_mpi.training.parsing.setting_types import format_value, type_signature
-from odc_mpi.training.settings import Config
+from odc_mpi.training.run import Config  # with all callbacks
 
 ROOT = Path(__file__).parents[1]
 #: Names of the reference beside those of the package root, by topic.
@@ -54,9 +57,30 @@ def stage(folder: Path) -> None:
     for page in pages.glob("*.md"):
         page.write_text(re.sub(r"\]\(\.\./(?:benchmarks/)?(notes|jobs)/", r"](\1/", page.read_text()))
     (pages / "reference").mkdir()
-    for name, lines in (("settings", settings()), ("commands", commands()), ("python", python())):
+    for name, lines in (
+        ("settings", settings()),
+        ("metrics", metrics()),
+        ("commands", commands()),
+        ("python", python()),
+    ):
         (pages / "reference" / f"{name}.md").write_text("\n".join(lines) + "\n")
     shutil.copy(ROOT / "docs" / "mkdocs.yml", folder)
+
+
+def metrics() -> Iterator[str]:
+    """Yield the page of all metrics that callbacks declare, a table for each group."""
+    yield from ("# Metrics", "", "In the files of a run directory. [More about some of them](../metrics.md).")
+    labels: dict[tuple[str, ...], list[str]] = {}
+    kinds: list[type] = [Callback, PairScorer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for metric in getattr(kind, "metrics", ()):
+            key = "" if metric.summary == "end" else f"`{metric.key}`"
+            same = labels.setdefault((metric.group, key, ", ".join(f"`{entry}`" for entry in metric.entries)), [])
+            same += [metric.label] if metric.label not in same else []
+    for group in GROUPS:
+        rows = [(*keys, "; ".join(texts)) for (in_group, *keys), texts in labels.items() if in_group == group]
+        yield from ("", f"## {group}", "", *_table(("metrics.jsonl", "summary.json", "meaning"), rows))
 
 
 def settings() -> Iterator[str]:

@@ -14,7 +14,7 @@ _PUBLIC = {
     "prepare": "odc_mpi.scripting",
     "World": "odc_mpi.runtime.world",
     "Islands": "odc_mpi.comm.islands.islands",
-    "OuterLoop": "odc_mpi.training.islands.outer_loop",
+    "DiLoCo": "odc_mpi.training.islands.diloco",
     "Tickets": "odc_mpi.comm.tickets",
     "shard_model": "odc_mpi.api",
     "ShardedModel": "odc_mpi.shard.model",

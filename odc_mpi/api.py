@@ -74,8 +74,8 @@ def shard_model(
             ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory in bytes on the computing device, or "auto", for gradients that are summed locally
             and pushed once per minibatch. It may differ between ranks.
-        islands: Islands of `world`, each of which holds all parameters (docs/islands.md). In the mode "outer", each
-            island trains its own model. They require windows in host memory. The model closes them.
+        islands: Islands of `world`, each of which holds all parameters of this one model (docs/islands.md). They
+            require windows in host memory. The model closes them.
         device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks
             round-robin. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA
             stream that uses the model must wait for other streams that have used it before.

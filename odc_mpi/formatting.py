@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 #: Size suffixes and the numbers of bytes that they represent, in ascending order.
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -36,6 +37,27 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours < 48 else f"{hours // 24}d {hours % 24:02}h"
+
+
+def format_quantity(key: str, value: Any) -> str:
+    """Format a value in the unit that is at the end of its key: `_bytes`, `_s`, `_per_s`, or a share of 1."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name.replace('_', ' ')} {format_quantity(key, part)}" for name, part in value.items() if part
+        )
+    if isinstance(value, bool | str) or not isinstance(value, int | float):
+        return ", ".join(map(str, value)) if isinstance(value, list) else " ".join(str(value).split())
+    if "bytes" in key:
+        return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
+    if key.endswith("_per_s"):
+        return f"{value:,.0f}"
+    if key.endswith("_s"):
+        return format_duration(value) if value >= 60 else format_seconds(value) if value else "0 s"
+    if key.removesuffix("_start").endswith(("_fraction", "_match", "_accuracy")):
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def printable_text(text: str) -> str:

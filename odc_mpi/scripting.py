@@ -15,7 +15,7 @@ from odc_mpi.data.prepare import PrepareOptions, PrepareReport
 from odc_mpi.data.prepare import prepare as write_dataset
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError
 from odc_mpi.hub import resolve_model_path
-from odc_mpi.observe.metrics import read_metrics
+from odc_mpi.observe.metrics import read_run_metrics
 from odc_mpi.observe.rank_log import RankLog
 from odc_mpi.runtime.ranks import mpi_startup
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
@@ -74,13 +74,13 @@ def train(
     with nullcontext(world) if world else _new_world() as ranks, RankLog(launched_rank()) as log:
         config = ranks.run_on_all(lambda: configuration.load_mapping(_plain({**sections, **settings}), "odc_mpi.train"))
         # Imported late: invalid settings are reported before torch and transformers are imported.
-        from odc_mpi.training import run
+        from odc_mpi.training import train as training
 
         ranks.run_on_all(lambda: log.open(config.run.log_dir, ranks))
-        summary = run.train(config, ranks)
+        summary = training.train(config, ranks)
         run_dir = Path(config.run.dir)
         # A run that began with the checkpoint of another has no lines of the first steps.
-        lines = read_metrics(run_dir, sys.maxsize) if ranks.rank == 0 else []
+        lines = read_run_metrics(run_dir, sys.maxsize) if ranks.rank == 0 else []
         losses = ranks.gather_objects([line["loss"] for line in lines if "loss" in line])[0]
         return TrainResult(run_dir, losses[: summary["steps"]], summary)
 

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from doc_blocks import PAGES, ROOT, blocks, commands
+from step_metrics import STEP
 
 import odc_mpi
 from odc_mpi.cli import main as cli
@@ -77,6 +78,7 @@ def test_the_reference_is_complete(tmp_path):
     pages = {page.stem: page.read_text() for page in (tmp_path / "docs" / "reference").glob("*.md")}
     assert [key for key in settings.defaults() if f"`{key}`" not in pages["settings"]] == []
     assert [name for name in ALIASES if f"`{name}`" not in pages["settings"]] == []
+    assert [key for key in (*STEP, "eval_loss_best", "eval_NAME") if f"`{key}`" not in pages["metrics"]] == []
     assert [name for name in cli.COMMANDS if f"## odc-mpi {name}\n" not in pages["commands"]] == []
     assert [name for name in odc_mpi.__all__ if name != "__version__" and f".{name}\n" not in pages["python"]] == []
     assert "](../" not in "".join(page.read_text() for page in (tmp_path / "docs").glob("*.md"))

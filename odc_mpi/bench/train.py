@@ -27,12 +27,13 @@ from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
-from odc_mpi.training.resolved_settings import resolve_settings, with_device
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
+from odc_mpi.training.start.resolved_settings import resolve_settings, with_device
 
 BASELINE = "fsdp2"
 #: FSDP2 with the `lb_mini` plan, and dummies on ranks with fewer microbatches: the baseline in AMD's port of ODC.
@@ -244,8 +245,8 @@ class _Contenders:
         configs = {name: self._configure(*name.split("/")) for name in ours}
         decisions = {name: decide(contender_config, world) for name, contender_config in configs.items()}
         trainers = {
-            name: build_trainer(contender_config, world, self._inputs(contender_config), decisions[name])
-            for name, contender_config in configs.items()
+            name: build_trainer(RunContext(each, world, inputs=self._inputs(each), decision=decisions[name]))
+            for name, each in configs.items()
         }
         for trainer in trainers.values():
             self._closing.enter_context(trainer)

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
+from odc_mpi.checkpoint.groups import checkpoint_directories, newest_directory
 from odc_mpi.checkpoint.index import write_index
 from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, VersionError, blocks, compute_digest
-from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
     """Open the newest complete checkpoint in `path`. Raise `UserError` if it is damaged, or if none is complete."""
-    directories = checkpoint_directories(path)
-    complete = [directory for directory in directories if (directory / MANIFEST).exists()]
-    return Checkpoint((complete or directories)[-1])
+    return Checkpoint(newest_directory(path))
 
 
 def list_lines(path: Path) -> Iterator[str]:
@@ -59,7 +58,9 @@ def show_lines(path: Path) -> Iterator[str]:
     """Yield lines that describe the newest checkpoint in `path`, including the 2-norm of each tensor."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
-        ranks = f"ranks {manifest.size}" + (f", islands {manifest.num_islands}" if manifest.num_islands else "")
+        islands = manifest.metadata.get("islands")
+        island = f", island {islands['index']} of {islands['size']}, merge {islands['merge']}" if islands else ""
+        ranks = f"ranks {manifest.size}{island}"
         yield f"{checkpoint.directory}  step {manifest.step}, {ranks}, optimizer {manifest.optimizer}"
         if "base" in manifest.metadata:
             adapter, base = manifest.metadata["adapter"], manifest.metadata["base"]

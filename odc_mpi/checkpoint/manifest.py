@@ -83,9 +83,8 @@ class Manifest:
 
     Attributes:
         tensors: Records of the tensors, keyed by the paths of their datasets, such as model/layers.0.weight or
-            optimizer/exp_avg/layers.0.weight. The paths of an island's own tensors begin with its `island_prefix`.
-        scalars: Optimizer state with one number per parameter, such as `scalars["step"]["layers.0.weight"]`. The keys
-            of an island's own state begin with its `island_prefix`.
+            optimizer/exp_avg/layers.0.weight.
+        scalars: Optimizer state with one number per parameter, such as `scalars["step"]["layers.0.weight"]`.
         optimizer: Name of the optimizer class.
         metadata: JSON-serializable values such as the run's configuration, position in the data and software versions.
         files: Records of all ranks' files and of the index, if there is one, keyed by file name.
@@ -98,17 +97,6 @@ class Manifest:
     optimizer: str
     metadata: Mapping[str, Any]
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-
-    @property
-    def num_islands(self) -> int:
-        """Number of islands that have tensors of their own: 0 unless `islands.mode` was `outer`."""
-        islands = (int(path.split("/")[1]) for path in self.tensors if path.startswith("island/"))
-        return max(islands, default=-1) + 1
-
-
-def island_prefix(island: int) -> str:
-    """Return the prefix of the paths of an island's own tensors."""
-    return f"island/{island}/"
 
 
 def shard_name(step: int, rank: int) -> str:

@@ -7,16 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.checkpoint.manifest import (
-    CHECKPOINTS,
-    INDEX,
-    MANIFEST,
-    Manifest,
-    TensorRecord,
-    read_manifest,
-    shard_name,
-    steps_in,
-)
+from odc_mpi.checkpoint.manifest import INDEX, Manifest, TensorRecord, read_manifest, shard_name
 from odc_mpi.checkpoint.shard_file import ShardFile, checksum_of_file, stored_type
 from odc_mpi.errors import UserError
 
@@ -102,16 +93,3 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 self.close()
             self._files[rank] = self._open(rank)
         return self._files[rank]
-
-
-def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of the checkpoints in `path`, oldest first. Checkpoints may be incomplete.
-
-    `path` is a run directory, its checkpoint directory, or a single checkpoint. Raises `UserError` if there are none.
-    """
-    if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
-        return [path]
-    for folder in (path / CHECKPOINTS, path):
-        if directories := list(steps_in(folder).values()):
-            return directories
-    raise UserError(f"no checkpoint in {path}: expected a run directory, its {CHECKPOINTS}/ or one checkpoint")

@@ -2,13 +2,11 @@
 
 The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
 all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
-omitted; the checkpoint's `metadata["base"]` describes the base model.
-
-`training.islands.state` saves islands that train separately. A run without such islands restores the mean of their
-optimizer states.
+omitted; the checkpoint's `metadata["base"]` describes the base model. Callbacks may add sections with tensors that have
+the shapes of the slices, and may replace the parameters in the section `model`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from odc_mpi.checkpoint.manifest import Manifest, TensorRecord, island_prefix
+from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.shard_file import ShardEntry, stored_type
 from odc_mpi.errors import UserError
@@ -24,7 +22,8 @@ from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
-MODEL, OPTIMIZER = "model", "optimizer"
+#: Sections of a checkpoint. If parameters that are trained differ from those in `model`, they are in `local`.
+MODEL, OPTIMIZER, LOCAL = "model", "optimizer", "local"
 #: Records of the state of slices, keyed by path without the name, such as optimizer/exp_avg, then by parameter name. A
 #: record is the name of the dtype for a tensor with one number per element, or the value for a single number.
 StateRecords: TypeAlias = dict[str, dict[str, str | float]]
@@ -42,14 +41,21 @@ class TensorRange(NamedTuple):
 class TrainingState:
     """This rank's part of the state of a model and of its optimizer.
 
-    If `omit_frozen_base` is True, frozen parameters are omitted, because they belong to a base model.
+    If `omit_frozen_base` is True, frozen parameters are omitted, because they belong to a base model. `tensors` returns
+    further tensors to save, by section and parameter name (see `Callback.tensors`).
     """
 
     def __init__(
-        self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, *, omit_frozen_base: bool = False
+        self,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        *,
+        omit_frozen_base: bool = False,
+        tensors: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict,
     ) -> None:
         self._model, self._optimizer, self._rank = model, optimizer, rank
-        self._omit_frozen_base = omit_frozen_base
+        self._omit_frozen_base, self._tensors = omit_frozen_base, tensors
         # Reused: writing to fresh pages takes longer than the copy.
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -80,78 +86,79 @@ class TrainingState:
             kind, ranges = self._kinds_and_ranges.get(path.removeprefix(f"{MODEL}/"), buffer)
             tensors[path] = TensorRecord(kind, _name(tensor.dtype), shape, ranges)
         scalars: dict[str, dict[str, float]] = {}
-        shapes, num_owners = self._model.parameter_shapes(), self._model.layouts[0].num_owners
-        for rank, record in enumerate(records):
-            first = rank - rank % num_owners  # first rank of the island, if the islands train separately
+        shapes = self._model.parameter_shapes()
+        for record in records:
             for section, by_name in record.items():
                 for name, value in by_name.items():
                     if isinstance(value, str):
-                        ranges = tuple((first + i, start, stop) for i, start, stop in self._kinds_and_ranges[name][1])
+                        ranges = self._kinds_and_ranges[name][1]
                         tensors[f"{section}/{name}"] = TensorRecord("state", value, shapes[name], ranges)
                     else:
-                        scalars.setdefault(section.replace(f"{OPTIMIZER}/", ""), {})[name] = value
+                        scalars.setdefault(section.removeprefix(f"{OPTIMIZER}/"), {})[name] = value
         return Manifest(step, len(records), tensors, scalars, type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state, but not the parameters, of this rank's slices from a checkpoint.
 
-        For several islands, restores the mean of each tensor and the maximum of each number, such as the step. The
-        optimizer must have the class with which it was saved. Raises `UserError` if the checkpoint is damaged.
+        The optimizer must have the class with which it was saved. Raises `UserError` if the checkpoint is damaged.
         """
-        tensors, scalars = checkpoint.manifest.tensors, checkpoint.manifest.scalars
-        prefixes = self._restored_prefixes(checkpoint.manifest)
-        keys = sorted({path.partition(f"{OPTIMIZER}/")[2].partition("/")[0] for path in tensors} - {""})
-        slices = self._slices()
+        prefix = f"{OPTIMIZER}/"
+        keys = {path.split("/")[1] for path in checkpoint.manifest.tensors if path.startswith(prefix)}
         for name, parameter in self._model.named_shard_parameters():
             if not parameter.numel():
                 continue
             state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
-            for key in keys:
-                paths = [path for prefix in prefixes if (path := f"{prefix}{OPTIMIZER}/{key}/{name}") in tensors]
-                if parts := [read_for_resume(checkpoint, path, *slices[name]) for path in paths]:
-                    stored = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
-                    state[key] = stored.to(parameter.device)
-            for key in sorted({path.rpartition("/")[2] for path in scalars}):
-                numbers = [scalars.get(f"{prefix}{key}", {}).get(name) for prefix in prefixes]
-                if present := [number for number in numbers if number is not None]:
-                    state[key] = torch.tensor(max(present), dtype=torch.get_default_dtype())
+            for key in sorted(keys):
+                if (values := self.read(checkpoint, f"{prefix}{key}", name)) is not None:
+                    state[key] = values.to(parameter.device)
+            for key, numbers in sorted(checkpoint.manifest.scalars.items()):
+                if name in numbers:
+                    state[key] = torch.tensor(numbers[name], dtype=torch.get_default_dtype())
             if not state:
                 del self._optimizer.state[parameter]
 
-    def _restored_prefixes(self, manifest: Manifest) -> list[str]:
-        """Return the prefixes of the paths of the optimizer states whose mean is restored."""
-        return [island_prefix(island) for island in range(manifest.num_islands)] or [""]
+    def read(self, checkpoint: Checkpoint, section: str, name: str) -> torch.Tensor | None:
+        """Read this rank's slice of a parameter's tensor in a section. Return None if the checkpoint lacks it."""
+        path = f"{section}/{name}"
+        return read_for_resume(checkpoint, path, *self._slices[name]) if path in checkpoint.manifest.tensors else None
 
     def tensor_ranges(self) -> Iterator[TensorRange]:
         """Yield this rank's range of each tensor, which may be empty. The values change in the next optimizer step."""
         yield from self._model_ranges()
-        slices, shapes = self._slices(), self._model.parameter_shapes()
+        shapes = self._model.parameter_shapes()
         for section, name, value in self._slice_state():
             if value.dim():
-                yield TensorRange(f"{section}/{name}", value, slices[name][0], shapes[name])
+                yield TensorRange(f"{section}/{name}", value, self._slices[name][0], shapes[name])
 
+    @cached_property
     def _slices(self) -> dict[str, tuple[int, int]]:
         """Map the name of each parameter to the start and stop of this rank's slice."""
         return {part.spec.name: (part.start, part.stop) for part, _ in self._model.slices()}
 
     def _model_ranges(self) -> Iterator[TensorRange]:
+        replaced = self._tensors().get(MODEL, {})
         for tensor_slice, tensor in self._model.slices():
             spec = tensor_slice.spec
             if spec.requires_grad or not self._omit_frozen_base:
-                yield TensorRange(f"{MODEL}/{spec.name}", tensor, tensor_slice.start, spec.shape)
+                yield TensorRange(
+                    f"{MODEL}/{spec.name}", replaced.get(spec.name, tensor), tensor_slice.start, spec.shape
+                )
         if self._rank == 0:
             for name, tensor in replicated_persistent_tensors(self._model.module):
                 yield TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
 
-    def _slice_state(self, prefix: str = "") -> Iterator[tuple[str, str, torch.Tensor]]:
+    def _slice_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the state of this rank's slices: path without the name, parameter name, and values or one number."""
+        for section, tensors in self._tensors().items():
+            if section != MODEL:
+                yield from ((section, name, tensor) for name, tensor in tensors.items() if tensor.numel())
         for name, parameter in self._model.named_shard_parameters():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if value is None:
                     continue
                 value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
                 assert not value.dim() or value.shape == parameter.shape, f"state {key} of shape {value.shape}"
-                yield f"{prefix}{OPTIMIZER}/{key}", name, value
+                yield f"{OPTIMIZER}/{key}", name, value
 
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
@@ -174,19 +181,19 @@ class TrainingState:
 class CheckpointWeights:
     """`WeightSource` that reads parameters from an open checkpoint, or from `base` if the checkpoint lacks them.
 
-    `prefix` is the `island_prefix` of an island that continues with its own parameters, if the checkpoint has them.
+    If `continues` is True, trained parameters come from the section `local`, if the checkpoint has it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None, prefix: str = "") -> None:
-        self._checkpoint, self._base, self._prefix = checkpoint, base, prefix
+    def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None, *, continues: bool = False) -> None:
+        self._checkpoint, self._base, self._continues = checkpoint, base, continues
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements `[start, stop)` of the flattened parameter `name`. Raise `UserError` if they are damaged."""
-        tensors = self._checkpoint.manifest.tensors
-        if self._base is not None and f"{MODEL}/{name}" not in tensors:
+        tensors, path = self._checkpoint.manifest.tensors, f"{MODEL}/{name}"
+        if self._base is not None and path not in tensors:
             return self._base.read(name, start, stop)
-        path = f"{self._prefix}{MODEL}/{name}"
-        return read_for_resume(self._checkpoint, path if path in tensors else f"{MODEL}/{name}", start, stop)
+        local = f"{LOCAL}/{name}"
+        return read_for_resume(self._checkpoint, local if self._continues and local in tensors else path, start, stop)
 
 
 @torch.no_grad()

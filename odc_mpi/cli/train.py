@@ -71,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         def start() -> None:
             config = world.run_on_all(lambda: _unwrap(loaded))
             if arguments.dry_run:
-                from odc_mpi.training.dry_run import dry_run
+                from odc_mpi.training.start.dry_run import dry_run
 
                 return dry_run(config, world, arguments.ranks)
-            from odc_mpi.training.run import train
+            from odc_mpi.training.train import train
 
             world.run_on_all(lambda: log.open(config.run.log_dir, world))
             train(config, world, stop, start_times)

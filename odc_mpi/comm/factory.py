@@ -89,7 +89,7 @@ def window_transport(
     if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
         cache = NodeCache(parameters)
         transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
-    if islands and islands.mode == "hybrid":
+    if islands:
         exchange = IslandExchange(islands, parameters, gradients, gradient_store(islands.column))
         transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
     return transport

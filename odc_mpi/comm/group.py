@@ -26,39 +26,26 @@ class Group:
 
     Args:
         progress: If True, a background thread drives MPI progress (`comm.progress`).
-        islands: Islands of `world`, which share one model or, in "outer" mode, train one model each.
+        islands: Islands of `world`, which share one model.
 
     Attributes:
-        rank: Index of this rank among the ranks that share a model.
-        size: Number of ranks that share a model.
+        rank, size: Those of `world`.
         island: World of the ranks that fetch from and push to each other. Without islands, `world`.
-        num_islands: Number of islands that share one model, or 1 if there are none.
-        num_replicas: Number of replicas of the model that are trained separately, each sharded across `size` ranks.
-        replica: Index of this rank's replica.
+        num_islands: Number of islands, or 1 if there are none.
         num_collectives: Number of synchronization points so far.
     """
 
-    num_islands = num_replicas = 1
-    replica = num_collectives = 0
+    num_islands = 1
+    num_collectives = 0
 
     def __init__(self, world: "World", *, progress: bool = False, islands: "Islands | None" = None) -> None:
         self.world = self.island = world
         self.rank, self.size = world.rank, world.size
         if islands is not None:
-            self.island = islands.island
-            if islands.mode == "outer":
-                self.rank, self.size = islands.island.rank, islands.island.size
-                self.replica, self.num_replicas = islands.index, islands.size
-            else:
-                self.num_islands = islands.size
+            self.island, self.num_islands = islands.island, islands.size
         self._islands = islands
         self._wants_progress = progress
         self._progress: ProgressThread | None = None
-
-    @property
-    def own_rows(self) -> slice:
-        """Rows of the `gradients_complete` result that belong to the ranks in this rank's replica."""
-        return slice(self.replica * self.size, (self.replica + 1) * self.size)
 
     def reserve(self, plan: Callable[[], int]) -> None:
         """Call `plan` on every rank and check that each node has enough shared memory for its ranks. Collective.
@@ -91,17 +78,13 @@ class Group:
         self.parameters_published()
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the float64 reports of all ranks, each `[k]`, into an array `[num_replicas * size, k]`. Collective."""
+        """Gather the float64 reports of all ranks, each `[k]`, into an array `[size, k]`. Collective."""
         return self._allgather(self._gradients_comm, report, "synchronizing at gradients_complete")
 
     def norm(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, a float64 array `[k]`, over the ranks of each replica. Collective.
-
-        Returns a float64 array of sums, `[num_replicas, k]`, which is bitwise identical on every rank.
-        """
+        """Return the sums of `values`, float64 `[k]`, over all ranks. Bitwise identical on every rank. Collective."""
         # Not an all-reduce, whose order of addition differs from rank to rank in some libraries.
-        rows = self._allgather(self._norm_comm, values, "synchronizing at grad_norm")
-        return np.stack([part.sum(axis=0) for part in np.split(rows, self.num_replicas)])
+        return self._allgather(self._norm_comm, values, "synchronizing at grad_norm").sum(axis=0)
 
     def parameters_published(self) -> None:
         """Wait until all ranks have published their parameters. Collective."""

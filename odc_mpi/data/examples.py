@@ -54,8 +54,9 @@ class Conversation:
 
 def can_have_loss(message: dict[str, Any]) -> bool:
     """Return True if a message is an assistant's and is not empty."""
-    parts = (message["content"], message.get("tool_calls"), message.get("reasoning_content"))
-    return message["role"] == "assistant" and any(parts)
+    if message["role"] != "assistant":
+        return False
+    return bool(message["content"] or message.get("tool_calls") or message.get("reasoning_content"))
 
 
 Example = PromptCompletion | Conversation

@@ -11,15 +11,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.groups import read_pairs
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
-from odc_mpi.data.plan.balance import Plan, check_fit, find_strategy, plan_islands
+from odc_mpi.data.plan.balance import Plan, check_fit, divide, find_strategy
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `index` of `count` parts into which every minibatch is divided, with about equal costs."""
+
+    index: int
+    count: int
+
+
+#: Part of a run that trains on whole minibatches.
+WHOLE = Part(0, 1)
 
 
 @dataclass(frozen=True)
@@ -53,23 +66,6 @@ class Minibatch:
         """Total number of tokens on all ranks."""
         return int(self.dataset.lengths[self.indices].sum())
 
-    @property
-    def island_amounts(self) -> tuple[int, ...]:
-        """Number of loss tokens on each island, or number of pairs if the sequences are pairs."""
-        num_each = self.dataset.num_trained_tokens[self.indices]
-        if self.dataset.pair_counts is not None:
-            num_each = np.ones_like(num_each)
-        islands = self.plan.islands or (tuple(range(len(num_each))),)
-        return tuple(int(num_each[list(positions)].sum()) for positions in islands)
-
-    @property
-    def island_share(self) -> float:
-        """Fraction of the total of `island_amounts` that belongs to this rank's island."""
-        if not self.plan.islands:
-            return 1.0
-        amounts = self.island_amounts
-        return amounts[self.plan.island_of(self.rank)] / sum(amounts)
-
     def __iter__(self) -> Iterator[Microbatch]:
         if self.plan.splits:
             raise UserError(
@@ -99,13 +95,13 @@ class Minibatch:
             yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches other than chunks, and then those that it claims from its island's pool.
+        """Yield this rank's microbatches other than chunks, and then those that it claims from the pool.
 
         `claim` is a function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-        positions in the pool. Each position must be yielded on exactly one rank of the island.
+        positions in the pool. Each position must be yielded on exactly one rank.
         """
         yield from self._fixed()
-        pool = self.plan.pool_of(self.rank)
+        pool = self.plan.pool
         for position in claim(len(pool)) if pool else ():
             yield _read(self.dataset, self.indices[list(pool[position])])
 
@@ -211,29 +207,25 @@ class Loader(ShuffledSampler):
         context_parallel: bool = False,
         exact: bool = False,
         packs: bool = True,
-        num_islands: int = 1,
+        part: Part = WHOLE,
     ) -> None:
         """Create the loader, and check the settings against the data. The caller must close `dataset`.
 
         Args:
-            minibatch_sequences: Number of sequences in a minibatch across all ranks.
+            minibatch_sequences: Number of sequences in a minibatch, in all parts together.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
             balance: Name of a strategy in `data.plan.balance.BALANCE_STRATEGIES`.
             rank, size: Rank whose microbatches the minibatches yield, and the number of ranks.
-            context_parallel: True to plan with `split_longest` regardless of `balance` and `exact`. Requires `packs`
-                and a single island.
-            exact: True for microbatches that depend neither on the number of ranks per island nor on later values of
-                `cost`.
+            context_parallel: True to plan with `split_longest` regardless of `balance` and `exact`. Requires `packs`.
+            exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
             packs: False to put only one sequence in each microbatch.
-            num_islands: Number of islands that train separately; must divide `size` (see `plan_islands`).
+            part: Part of each minibatch that the `size` ranks train on. Other ranks train on the other parts.
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"
-        assert num_islands == 1 or not context_parallel, "split sequences on islands"
-        assert size % num_islands == 0, f"{size} ranks on {num_islands} islands"
         strategy = find_strategy(balance, cost, exact=exact, packs=packs)
         self._strategy = split_longest if context_parallel else strategy
         for setting, value, minimum in (
@@ -247,7 +239,7 @@ class Loader(ShuffledSampler):
         check_fit(dataset.lengths, max_tokens_per_microbatch, size if context_parallel else 1)
         super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch
-        self._rank, self._size, self._num_islands = rank, size, num_islands
+        self._rank, self._size, self._part = rank, size, part
         self._constant_cost = cost if exact else None
         self.cost = cost
 
@@ -257,12 +249,14 @@ class Loader(ShuffledSampler):
     def __next__(self) -> Minibatch:
         """Return the next minibatch with its plan, without reading its sequences."""
         position, indices = self._next_indices()
-        lengths = self._dataset.lengths[indices]
-        plan = plan_islands(
-            lengths,
-            (self._constant_cost or self.cost).sequence(lengths),
-            self._num_islands,
-            position["data_epoch"] * self._ceil(len(self._dataset)) + position["position"] // self._num_samples,
-            lambda part: self._strategy(part, self._size // self._num_islands, self._max_tokens, self.cost),
-        )
+        plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
         return Minibatch(**position, indices=indices, plan=plan, rank=self._rank, dataset=self._dataset)
+
+    @override
+    def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
+        position, indices = super()._next_indices()
+        if self._part.count == 1:
+            return position, indices
+        costs = (self._constant_cost or self.cost).sequence(self._dataset.lengths[indices])
+        number = position["data_epoch"] * self._ceil(len(self._dataset)) + position["position"] // self._num_samples
+        return position, indices[divide(costs, self._part.count, number)[self._part.index]]

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -170,6 +170,7 @@ class _Plan:
             "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(self.files.items())},
             "options": choices,
             "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
+            "report": [each.name for each in fields(PrepareReport)],
         }
         return _digest(request)
 

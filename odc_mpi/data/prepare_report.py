@@ -106,23 +106,10 @@ class PrepareReport(FilterCounts):
             (self.num_truncated, f"truncated to --max-length ({self.num_truncated_tokens:,} tokens lost)"),
             (self.num_dropped, f"dropped: longer than --max-length ({self.num_dropped_tokens:,} tokens lost)"),
             (self.num_untrained_dropped, "dropped: no loss tokens"),
-            (self.num_own_special, "texts contain the bos or eos token: not added again"),
-            (self.num_split_turns, "conversations split into one sequence per answer (--split-turns)"),
-            (
-                self.num_omitted,
-                f"conversations whose loss begins before the end of the generation prompt: the chat template leaves "
-                f"{self.omitted!r} out of answers",
-            ),
         ):
             if count:
                 lines.append(f"{count:,} {description}")
-        lines += [f"ignored: {name} in {_lines(count)}" for name, count in sorted(self.ignored.items())]
-        if self.num_unended:
-            lines.append(
-                f"warning: in {_lines(self.num_unended)} of {self.num_chats:,} no answer ends with a loss token that "
-                f"stops generation, such as {self.unended!r}, so the model does not learn to stop: use another chat "
-                "template, such as one of TRL's training templates, with --chat-template FILE"
-            )
+        lines += [f"{note} in {count:,} line{'s' * (count > 1)}" for note, count in sorted(self.notes.items())]
         if self.num_bad_lines:
             lines += [f"{self.num_bad_lines:,} skipped: invalid", *self.bad_lines]
             if more := self.num_bad_lines - len(self.bad_lines):
@@ -141,7 +128,3 @@ class PrepareReport(FilterCounts):
             f"{num_tokens:,} loss tokens ({num_tokens / all_tokens:.1%})"
             for source, num_sequences, num_tokens in self.shares
         ]
-
-
-def _lines(count: int) -> str:
-    return f"{count:,} line" if count == 1 else f"{count:,} lines"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +76,7 @@ class PromptDataset:
 
     Attributes:
         lengths: Number of tokens in each prompt, int64 [n].
+        ignored: Numbers of prompts, keyed by a description of what the chat template leaves out of them.
         columns: Names of all columns, as keys with the value None, which stands for a column that a prompt lacks.
         locations: File and line or row of each prompt, for error messages.
     """
@@ -88,10 +90,11 @@ class PromptDataset:
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
         self._tokens: list[npt.NDArray[np.int64]] = []
+        self.ignored: Counter[str] = Counter()
         self.columns: dict[str, None] = {}
         self._texts: list[bytes] = []  # as JSON, which needs less memory than its objects
         for block in read_prompts(self.path, setting):
-            self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
+            self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block], self.ignored))
             for example, record in block:
                 prompt = example.messages if isinstance(example, Conversation) else example.prompt
                 columns = _columns(record, example.location)

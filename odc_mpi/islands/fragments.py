@@ -85,18 +85,18 @@ class Schedule:
     """Schedule of the steps, counted from 1, after which fragments are sent and applied.
 
     The next fragment is applied every `sync_every / num_fragments` steps, so each fragment is applied once every
-    `sync_every` steps. A fragment is sent `delay` steps earlier. torchft calls this delay `fragment_sync_delay`.
+    `sync_every` steps. A fragment is sent `delay` steps earlier, when none is in flight, because `delay` is less than
+    `sync_every / num_fragments`. torchft calls this delay `fragment_sync_delay`.
     """
 
     sync_every: int
     num_fragments: int = 1
     delay: int = 0
 
-    def to_send(self, step: int) -> int | None:
-        """Return the index of the fragment to send after step `step`, or None if no fragment is due."""
-        return self.to_apply(step + self.delay)
+    def sends_after(self, step: int) -> bool:
+        """Return True if a fragment is sent after step `step`."""
+        return self.applies_after(step + self.delay)
 
-    def to_apply(self, step: int) -> int | None:
-        """Return the index of the fragment to apply after step `step`, or None if no fragment is due."""
-        number, rest = divmod(step, self.sync_every // self.num_fragments)
-        return None if rest or step == 0 else (number - 1) % self.num_fragments
+    def applies_after(self, step: int) -> bool:
+        """Return True if a fragment is applied after step `step`."""
+        return step > 0 and step % (self.sync_every // self.num_fragments) == 0

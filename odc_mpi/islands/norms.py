@@ -1,11 +1,11 @@
-"""Decisions from norms, which all ranks make from the same numbers. This module does not communicate.
+"""Decisions from norms. This module does not communicate.
 
 `NormWatch` finds faults such as a memory error or a library that differs on one host. With two islands it cannot detect
 which one is right, only which one left the range of both. It is no protection against a malicious rank.
 
 `ChangeRule` is that of SelSync (arXiv 2307.07950; code: https://github.com/sahiltyagi4/SelSync at f6910a7). With E the
-mean of an island's latest gradient norms, the islands synchronize after a step in which E changes by `threshold` or
-more, as a fraction of its former value, on any island. As in that code, E is the mean of the last 25 norms, in which
+mean of an island's latest gradient norms, the island asks for a synchronization after a step in which E changes by
+`threshold` or more, as a fraction of its former value. As in that code, E is the mean of the last 25 norms, in which
 each norm weighs 0.99 times as much as its successor, and the first steps synchronize. Unlike in that code, E exists
 from the first norm on, the change in the latest step counts instead of the mean of the last 25 changes, and norms that
 are not finite are ignored.
@@ -113,54 +113,38 @@ class NormWatch:
 
 
 class ChangeRule:
-    """Decides after each step whether the islands synchronize. Ranks that pass the same norms make the same decisions.
+    """Decides after each step whether an island asks for a synchronization.
 
     Args:
-        threshold: The islands synchronize if any island's smoothed gradient norm changes by at least this fraction in a
-            step. With 0, they synchronize after every step.
+        threshold: The island asks if its smoothed gradient norm changes by at least this fraction in a step.
     """
 
-    def __init__(self, num_islands: int, threshold: float) -> None:
+    def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._num_steps = 0
-        self._norms: list[list[float]] = [[] for _ in range(num_islands)]
+        self._norms: list[float] = []
 
-    def update(self, norms: Sequence[float]) -> bool:
-        """Return True if the islands synchronize after this step.
+    def update(self, norm: float) -> bool:
+        """Return True if the island asks for a synchronization after this step.
 
-        Args:
-            norms: Gradient norm of each island in this step, before clipping. Norms that are not finite are ignored.
+        `norm` is the gradient norm of this step, before clipping. A norm that is not finite is ignored.
         """
         self._num_steps += 1
-        changes = [_append(window, norm) for window, norm in zip(self._norms, norms, strict=True)]
-        return self._num_steps <= WINDOW or any(change >= self._threshold for change in changes)
+        before = _mean(self._norms)
+        if math.isfinite(norm):
+            self._norms = [*self._norms, norm][-WINDOW:]
+        change = abs(_mean(self._norms) - before)
+        return self._num_steps <= WINDOW or (change > 0 and change >= self._threshold * before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the norms in the windows as JSON-serializable values."""
-        return {"num_steps": self._num_steps, "norms": [list(window) for window in self._norms]}
+        """Return the number of steps and the latest norms as JSON-serializable values."""
+        return {"num_steps": self._num_steps, "norms": self._norms}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the number of steps and the norms. A state for a different number of islands is ignored."""
-        if len(state_dict["norms"]) == len(self._norms):
-            self._num_steps = state_dict["num_steps"]
-            self._norms = [list(window) for window in state_dict["norms"]]
+        """Restore the number of steps and the latest norms."""
+        self._num_steps, self._norms = state_dict["num_steps"], list(state_dict["norms"])
 
 
-def _append(window: list[float], norm: float) -> float:
-    """Append a finite norm to a window. Return the relative change of the mean, or -1 if the norm is not finite."""
-    if not math.isfinite(norm):
-        return -1.0
-    before = _mean(window)
-    window.append(norm)
-    del window[:-WINDOW]
-    after = _mean(window)
-    if before == 0:
-        return math.inf if after else 0.0
-    return abs(after - before) / before
-
-
-def _mean(window: Sequence[float]) -> float:
-    if not window:
-        return 0.0
-    weights = _WEIGHTS[-len(window) :]
-    return sum(weight * norm for weight, norm in zip(weights, window, strict=True)) / sum(weights)
+def _mean(norms: Sequence[float]) -> float:
+    weights = _WEIGHTS[-len(norms) :]
+    return sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / sum(weights) if norms else 0.0

@@ -17,7 +17,9 @@ from odc_mpi.shard.model import ShardedModel
 #: None; and any other keyword arguments for `generate`.
 DecodeFn = Callable[..., torch.Tensor]
 
-
+#: Families for which transformers 5.24 fails with a cache (dory, xlstm), or computes other outputs than without one:
+#: always (moshi, rwkv), for a prompt of one token after another prompt (recurrent_gemma), in padded batches (git).
+_WITHOUT_CACHE = {"dory", "git", "moshi", "recurrent_gemma", "rwkv", "xlstm"}
 #: Layers of a transformers cache with keys and values only, which can be repeated, selected and padded on the left.
 _KEY_VALUE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"}
 
@@ -38,13 +40,13 @@ class Prompt(NamedTuple):
 
 @contextmanager
 def generation_mode(module: Any) -> Iterator[DecodeFn]:
-    """Context manager that puts a model into evaluation mode with a key/value cache.
+    """Context manager that puts a model into evaluation mode, with a cache except in families of `_WITHOUT_CACHE`.
 
     `module` is a transformers causal language model, or the `module` of a sharded one. In the `with` block, the model
     uses transformers' attention. On exit, its modes and settings and PyTorch's random number generators are restored.
     Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
-    cache_name = _cache_name(module)
+    cache_name, has_cache = _cache_name(module), module.config.model_type not in _WITHOUT_CACHE
 
     def decode(
         tokens: torch.Tensor,
@@ -58,7 +60,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
         decoded: torch.Tensor = module.generate(
             tokens.to(module.device),
             attention_mask=mask.to(module.device),
-            generation_config=transformers.GenerationConfig(use_cache=True, **settings),
+            generation_config=transformers.GenerationConfig(use_cache=has_cache, **settings),
             **arguments,
         )
         return decoded
@@ -75,7 +77,7 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
         # Ignore defaults from the model's generation_config.json: `SamplingParams` has all settings.
         module.generation_config = transformers.GenerationConfig()
         for config in configs:
-            config.use_cache = True
+            config.use_cache = has_cache
         with torch.random.fork_rng(devices=devices):
             yield decode
     finally:
@@ -90,15 +92,16 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
 def decodes_batches(module: Any) -> bool:
     """Return True if a model can decode padded prompts together, and reuse a prompt's cache for all its completions.
 
-    It cannot if its layers keep states, since these would include the padding, or if its attention chunks or rotary
-    frequencies depend on the length of a row including its padding.
+    It cannot without a cache, if its layers keep states, since these would include the padding, or if its attention
+    chunks or rotary frequencies depend on the length of a row including its padding.
     """
     config = module.config.get_text_config(decoder=True)
     layers = {type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers}
     by_length = "longrope" in rope_types(config.to_dict()) or "chunked_attention" in (
         getattr(config, "layer_types", None) or ()
     )
-    has_cache = _cache_name(module) in inspect.signature(module.forward).parameters
+    takes_cache = _cache_name(module) in inspect.signature(module.forward).parameters
+    has_cache = takes_cache and config.model_type not in _WITHOUT_CACHE
     return has_cache and layers <= _KEY_VALUE_LAYERS and not by_length
 
 

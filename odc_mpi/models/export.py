@@ -29,7 +29,7 @@ from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_p
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import load_base, load_checkpoint
-from odc_mpi.models.peft_directory import BASE_CONFIG
+from odc_mpi.models.peft_directory import BASE_CONFIG, CONFIG
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -42,18 +42,17 @@ FILE_BYTES = 1 << 30
 class _Content:
     """Content of an exported directory, except side files.
 
-    `tensors` maps exported names to tensors placed in those of `source`. `config` is the content of adapter_config.json
-    or, if `is_model` is True, of config.json. `dtype` names the default torch dtype of floating-point parameters.
-    `buffers` contains the tensors of `source` that keep their dtype, and `base_config` the content of base_config.json.
+    `tensors` maps exported names to tensors placed in those of `source`. `config` is the content of config.json, or
+    None for adapters. `dtype` names the default torch dtype of floating-point parameters. `buffers` contains the
+    tensors of `source` that keep their dtype, and `files` the contents of other JSON files, keyed by name.
     """
 
     tensors: Mapping[str, PlacedTensor]
     source: WeightSource
-    config: dict[str, Any]
+    config: dict[str, Any] | None
     dtype: str
-    is_model: bool
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    base_config: dict[str, Any] = field(default_factory=dict)
+    files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def export(
@@ -89,12 +88,10 @@ def export(
             _write_weights(content, directory, getattr(torch, dtype))
             recorded = checkpoint.manifest.metadata.get("base", {}).get("path")
             side_files = SideFiles(checkpoint.manifest.metadata["config"], base or (recorded and Path(recorded)))
-            if content.is_model:
+            if content.config is not None:  # adapters use the special tokens of their base
                 _write_model_config(directory, content.config | {"dtype": dtype}, side_files)
-            else:  # adapters use the special tokens of their base
-                _write_json(directory / "adapter_config.json", content.config)
-                if content.base_config:
-                    _write_json(directory / BASE_CONFIG, content.base_config)
+            for file, values in content.files.items():
+                _write_json(directory / file, values)
             write_files(side_files.tokenizer, directory)
             names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
             for file in (*names, "."):
@@ -128,14 +125,14 @@ def _adapters(checkpoint: Checkpoint, base: Path | None) -> _Content:
         for name in _trained(checkpoint)
     }
     name, revision = parse_name(location) or (location or None, None)  # as peft names a base from the Hub
-    config = {**metadata["adapter"], "base_model_name_or_path": name, "revision": revision}
-    overrides = dict(metadata["base"]["config"] or {}) if location else {}
-    if overrides:
+    files = {CONFIG: {**metadata["adapter"], "base_model_name_or_path": name, "revision": revision}}
+    if location and (overrides := metadata["base"]["config"]):
+        files[BASE_CONFIG] = overrides
         warn(
             f"WARNING: the run changed {', '.join(overrides)} of the base's configuration, which peft does not: make "
             f"the changes in {BASE_CONFIG} also in config.json of {location}, or export with --merge"
         )
-    return _Content(tensors, _CheckpointTensors(checkpoint), config, "float32", False, base_config=overrides)
+    return _Content(tensors, _CheckpointTensors(checkpoint), None, "float32", files=files)
 
 
 def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
@@ -150,7 +147,7 @@ def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
     source = _MergedWeights(checkpoint, meta_model, buffers) if is_merged else _CheckpointTensors(checkpoint)
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"]}
     config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
-    return _Content(tensors, source, config, metadata["config"]["model"]["param_dtype"], True, buffers)
+    return _Content(tensors, source, config, metadata["config"]["model"]["param_dtype"], buffers)
 
 
 class _CheckpointTensors(WeightSource):
@@ -213,7 +210,7 @@ def _trained(checkpoint: Checkpoint) -> list[str]:
 
 
 def _write_weights(content: _Content, out: Path, dtype: torch.dtype) -> None:
-    stem = "model" if content.is_model else "adapter_model"
+    stem = "adapter_model" if content.config is None else "model"
     split = split_state_dict_into_shards_factory(
         {name: placed.numel() * _type(content, name, dtype).itemsize for name, placed in content.tensors.items()},
         get_storage_size=lambda num_bytes: num_bytes,

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
+from odc_mpi.checkpoint.groups import checkpoint_directories
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import read_tokenizer_files
 from odc_mpi.checkpoint.state import CheckpointWeights, restore_buffers
 from odc_mpi.data.tokenizer import load_files

@@ -21,7 +21,7 @@ from odc_mpi.models.adapters import OPTIONAL_SETTINGS, SETTINGS, add_adapters, b
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Changes to the base's configuration (`model.config` of the run), which an export adds. peft does not read them.
 BASE_CONFIG = "base_config.json"
 #: Entries of adapter_config.json that may have any value: those that `add_adapters` uses, and those that have no effect
@@ -38,7 +38,7 @@ _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (T
 
 def is_peft_directory(path: Path) -> bool:
     """Return True if `path` contains adapter_config.json, as peft directories do."""
-    return (path / _CONFIG).is_file()
+    return (path / CONFIG).is_file()
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
@@ -50,7 +50,7 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
     name = config.get("base_model_name_or_path")
     if not name:
         raise UserError(
-            f"{path / _CONFIG}: base_model_name_or_path, the directory of the base, is missing. A randomly initialized "
+            f"{path / CONFIG}: base_model_name_or_path, the directory of the base, is missing. A randomly initialized "
             "base is not on disk: use the run instead of the exported adapter"
         )
     revision = config.get("revision")
@@ -58,7 +58,7 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
     if not build.is_model_directory(Path(name)):
         raise UserError(
             f"{path} is a LoRA adapter, but its base model is not in {name} (no config.json there). Pass --base DIR, "
-            f"or change base_model_name_or_path in {_CONFIG}{download_hint(name)}"
+            f"or change base_model_name_or_path in {CONFIG}{download_hint(name)}"
         )
     return Path(name)
 
@@ -73,10 +73,10 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
     base = base_model_path(path, base)
     config = _read_config(path)
     if missing := sorted(set(SETTINGS) - config.keys()):
-        raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
+        raise UserError(f"{path / CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():  # such as DoRA
         if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):
-            raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")
+            raise UserError(f"{path / CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")
     meta_model = build.from_directory(base, attn_implementation, read_settings(path / BASE_CONFIG))
     meta_model = add_adapters(meta_model, config, 0, stored_dtype(base))
     return replace(meta_model, weights=_PeftWeights(path, meta_model.module, meta_model.weights))
@@ -104,7 +104,7 @@ class _PeftWeights(WeightSource):
         shapes = {peft_name(name): p.shape for name, p in module.named_parameters() if is_trained(name)}
         if differing := sorted(shapes.keys() ^ self._stored.keys()):
             problem = "is missing" if differing[0] in shapes else "is not in the model"
-            raise UserError(f"{file}: {differing[0]} {problem}: expected the tensors of {_CONFIG} and the base model")
+            raise UserError(f"{file}: {differing[0]} {problem}: expected the tensors of {CONFIG} and the base model")
         for name, shape in shapes.items():
             if self._stored[name].shape != shape:
                 raise UserError(
@@ -120,7 +120,7 @@ class _PeftWeights(WeightSource):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    content = read_settings(path / _CONFIG)
+    content = read_settings(path / CONFIG)
     if (kind := content.get("peft_type")) != "LORA":
-        raise UserError(f"{path / _CONFIG}: expected peft_type LORA, got {kind!r}: other adapters are not supported")
+        raise UserError(f"{path / CONFIG}: expected peft_type LORA, got {kind!r}: other adapters are not supported")
     return content

@@ -6,13 +6,15 @@ of all callbacks are part of the all-gather that completes the gradients, and ne
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import Metric
 
 if TYPE_CHECKING:
+    import torch
+
     from odc_mpi.data.loader import Minibatch
     from odc_mpi.data.microbatch import Microbatch
     from odc_mpi.shard.minibatch_stats import MinibatchStats
@@ -72,13 +74,16 @@ class Callback:
 
     Attributes:
         gathered_names: Names of the `local_values`, the same on all ranks and different from those of other callbacks.
-        columns: Columns that the callback adds to the progress line on the terminal.
-        summary: Entries for ``summary.json``, keyed by name. Each is computed from a metric that the callback adds.
+        metrics: Declarations of all metrics that the callback adds to those of a step, or returns at the end.
     """
 
     gathered_names: Sequence[str] = ()
-    columns: ClassVar[Sequence[ProgressColumn]] = ()
-    summary: ClassVar[Mapping[str, SummaryField]] = {}
+    metrics: Sequence[Metric] = ()
+
+    @property
+    def allows_saving(self) -> bool:
+        """False if a checkpoint that is due after this step must wait for a later step, in which this is True."""
+        return True
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Prepare for training. May be collective.
@@ -122,6 +127,20 @@ class Callback:
         """Restore the state from `state_dict`, the merged result of the `state_dict` methods of all callbacks.
 
         Raises `UserError` if the state does not match this run.
+        """
+
+    def tensors(self) -> "Mapping[str, Mapping[str, torch.Tensor]]":
+        """Return tensors to save in checkpoints, keyed by section and then by parameter name.
+
+        Each has the shape of this rank's slice of the trainable parameter. Tensors in the section "model" replace the
+        parameters there, for exports and other runs. A resumed run continues from those in "local", if there are any.
+        """
+        return {}
+
+    def load_tensors(self, read: "Callable[[str, str], torch.Tensor | None]") -> None:
+        """Restore the tensors that `tensors` returned. Called after `load_state_dict`.
+
+        Given a section and a parameter name, `read` returns this rank's slice, or None if the checkpoint lacks it.
         """
 
     def close(self) -> None:

@@ -1,50 +1,119 @@
-"""Metric files in the run directory: ``metrics.jsonl``, with a JSON object per step, and ``summary.json``.
+"""Declarations of metrics, and the metric files in the run directory, which rank 0 writes.
 
-A callback (`observe.callback`) reduces its metrics over the ranks, and declares how they appear on the terminal and in
-the summary. Rank 0 writes the files.
+    metrics.json    the declarations of the run's metrics, for programs that read the other files
+    metrics.jsonl   a JSON object per step
+    summary.json    the metrics reduced over all steps, and values that are computed once
+
+A callback (`observe.callback`) reduces its metrics over the ranks, and declares each of them once, as a `Metric`. The
+terminal, the summary, `odc-mpi watch`, the report and the manual follow the declarations.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json, read_lines, warn_write_failed, write_or_warn
+from odc_mpi.formatting import format_quantity
+from odc_mpi.islands.run_dir import combine_metrics, current_islands
 
-METRICS = "metrics.jsonl"
+METRICS, DECLARATIONS = "metrics.jsonl", "metrics.json"
+#: Headings of the tables of metrics in the manual and, except for `DETAILS`, in the report.
+GROUPS = ("Result", "Speed", "Memory and traffic", "Model and machine", "Other", "Details")
+RESULT, SPEED, MEMORY, MACHINE, OTHER, DETAILS = GROUPS
+#: Reductions over all steps, with the suffix of the entry's key and the phrase for its display name.
+_REDUCTIONS = {
+    **dict.fromkeys(("sum", "mean", "per_step", "end"), ("", "{label}")),
+    "first": ("_first", "{label} of the first step"),
+    "last": ("_last", "{label} of the last step"),
+    "start": ("_start", "{label} before training"),
+    "final": ("", "{label} at the end"),
+    "best": ("_best", "{better}est {label}"),
+}
 
 
-class ProgressColumn(NamedTuple):
-    """Column of the progress line, `width` characters wide. `template` is a format string, such as `{loss:.4f}`."""
+@dataclass(frozen=True)
+class Metric:
+    """Declaration of a metric by the callback that computes it.
 
-    title: str
-    width: int
-    template: str
+    Attributes:
+        key: Key in ``metrics.jsonl``. In a family of metrics, NAME stands for a part that a run fills in.
+        label: Display name in the report, and meaning in the manual.
+        group: Heading in the report and in the manual, one of `GROUPS`.
+        summary: Reductions over all steps, separated by spaces, each to an entry of ``summary.json``. `mean` weights
+            each step by its duration, `per_step` does not. `start` is the value of step 0, the state before training,
+            which the others ignore. `first`, `last`, `final` (the last value) and `best` ignore steps whose gradients
+            were not finite. An `end` is only in the summary: `on_train_end` of the callback returns it.
+        form: Format string on the terminal, where `{}` is the value and `{NAME}` another one of the same step or
+            summary. By default, the unit in the key determines the format.
+        column: Title and width of a column of the progress line.
+        row: Title of a row of the closing table. Values of metrics with the same row are joined.
+        views: Further places, separated by spaces: `watch` for a column in `odc-mpi watch`, which needs `column`, and
+            `tile` for the key figures of the report.
+        better: The better direction, for `best`.
+        summary_key: Key of the entries of ``summary.json`` without suffix, if not `key`.
+    """
 
-    def format(self, metrics: Mapping[str, Any]) -> str:
-        """Return the text of the column for a step: "" if a metric is missing, or "-" if a metric is None."""
-        try:
-            return self.template.format_map(metrics)
-        except KeyError:
+    key: str
+    label: str
+    group: str = OTHER
+    summary: str = ""
+    form: str = ""
+    column: tuple[str, int] | None = None
+    row: str = ""
+    views: str = ""
+    better: Literal["low", "high", ""] = ""
+    summary_key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.group not in GROUPS or not set(self.summary.split()) <= _REDUCTIONS.keys():
+            raise ValueError(
+                f"{self.key}: expected one of {GROUPS} and reductions, got {self.group} and {self.summary}"
+            )
+
+    @property
+    def entries(self) -> dict[str, str]:
+        """Reductions, keyed by the key of the entry in ``summary.json``."""
+        return {(self.summary_key or self.key) + _REDUCTIONS[each][0]: each for each in self.summary.split()}
+
+    def expand(self, names: Iterable[str]) -> list["Metric"]:
+        """Return the metrics of a family for `names`, or only this one if it is not a family."""
+        keys = [self.key.replace("NAME", name) for name in names] if "NAME" in self.key else [self.key]
+        return [replace(self, key=key) for key in keys]
+
+    def entry_label(self, reduce: str) -> str:
+        """Return the display name of the entry of a reduction in the report."""
+        return _REDUCTIONS[reduce][1].format(label=self.label, better=self.better)
+
+    def format(self, values: Mapping[str, Any], key: str | None = None) -> str:
+        """Return the text for `values[key]` (by default of the metric's key): "" if missing, "-" if None or damaged."""
+        key = key or self.key
+        if key not in values:
             return ""
-        except TypeError:
+        try:
+            return self.form.format(values[key], **values) if self.form else format_quantity(key, values[key])
+        except (LookupError, TypeError, ValueError):
             return "-"
 
 
-class SummaryField(NamedTuple):
-    """Entry in ``summary.json``: one metric (a key in ``metrics.jsonl``), reduced over all steps.
+def write_declarations(run_dir: Path, metrics: Sequence[Metric]) -> None:
+    """Write ``metrics.json`` atomically. If the file cannot be written, print a warning."""
+    declared = [{name: value for name, value in asdict(metric).items() if value} for metric in metrics]
+    write_or_warn(run_dir / DECLARATIONS, json.dumps(declared, indent=2) + "\n")
 
-    `mean` weights each step by its duration. `per_step` divides the sum by the number of steps. `first`, `last` and
-    `min` ignore steps whose gradients were not finite. `start` is the value of step 0, the state before training. The
-    other reductions ignore step 0.
-    """
 
-    metric: str
-    reduce: Literal["sum", "mean", "per_step", "first", "last", "min", "start"]
+def read_declarations(run_dir: Path) -> list[Metric]:
+    """Return the metrics that a run declared, or [] if ``metrics.json`` is missing, as in older runs, or damaged."""
+    try:
+        declared = parse_json("".join(read_lines(run_dir / DECLARATIONS)))
+        return [Metric(**entry | {"column": tuple(entry.get("column", ())) or None}) for entry in declared]
+    except (ValueError, TypeError, AttributeError):
+        return []
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -102,18 +171,28 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     return [line for number, line in sorted(lines.items()) if number <= step]
 
 
+def read_run_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Return the lines of `read_metrics`. If islands train apart, those of all islands are combined."""
+    combined = combine_metrics([read_metrics(each, step) for each in current_islands(run_dir)])
+    lines = {line["step"]: line for line in (*combined, *read_metrics(run_dir, step))}
+    return [line for _, line in sorted(lines.items())]
+
+
 class Summary:
-    """Reduces the metrics of all steps to entries for ``summary.json``. `fields` defines the entries, keyed by name.
+    """Reduces the metrics of all steps to entries for ``summary.json``, as declared by `metrics`.
 
     `previous_lines` are the lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
 
-    def __init__(self, fields: Mapping[str, SummaryField], previous_lines: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, metrics: Sequence[Metric], previous_lines: Sequence[Mapping[str, Any]] = ()) -> None:
         self._start = perf_counter()
-        self._fields = fields
+        #: The metric and the reduction of each entry, except for values that are computed at the end.
+        self._fields = {
+            key: (metric, reduce) for metric in metrics for key, reduce in metric.entries.items() if reduce != "end"
+        }
         self._num_steps, self._step_s = 0, 0.0
         self._values: dict[str, Any] = {
-            key: 0 if reduce in ("sum", "mean", "per_step") else None for key, (_, reduce) in fields.items()
+            key: 0 if reduce in ("sum", "mean", "per_step") else None for key, (_, reduce) in self._fields.items()
         }
         for line in previous_lines:
             self.add(line)
@@ -126,15 +205,16 @@ class Summary:
             self._num_steps += 1
             self._step_s += metrics["step_s"]
         for key, (metric, reduce) in self._fields.items():
-            value, before = metrics.get(metric), self._values[key]
+            value, before = metrics.get(metric.key), self._values[key]
             if is_start != (reduce == "start") or not isinstance(value, int | float):
                 continue  # null, damaged, or from a run with other callbacks
             if reduce in ("sum", "mean", "per_step"):
                 self._values[key] = before + value * (metrics["step_s"] if reduce == "mean" else 1)
-            elif (is_start or not metrics["skipped"]) and (
-                before is None or reduce in ("start", "last") or (reduce == "min" and value < before)
-            ):
-                self._values[key] = value
+            elif is_start or not metrics["skipped"]:
+                if before is None or reduce in ("start", "last", "final"):
+                    self._values[key] = value
+                elif reduce == "best":
+                    self._values[key] = (min if metric.better == "low" else max)(before, value)
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return `fields`, the reduced entries, `steps` (the total number of steps) and `elapsed_s`.

@@ -24,29 +24,30 @@ from rich.text import Text
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_duration
-from odc_mpi.observe.metrics import ProgressColumn
+from odc_mpi.observe.metrics import GROUPS, Metric
 
 # Names of launchers in /proc, of at most 15 characters each: MPICH and derivatives, Open MPI 4, Open MPI 5.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
 #: Last column: estimated time until the last step, based on the mean duration of the steps since this start.
-_LEFT = ProgressColumn("left", 8, "{left}")
+_LEFT = Metric("left", "", form="{}", column=("left", 8))
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
-    The step number precedes `columns`, of which only the first is printed for a skipped step. `console` defaults to
-    `make_console()`. Use the reporter as a context manager, so that the bar is removed before an error is printed.
+    The step number precedes the columns that `metrics` declare, of which only the first is printed for a skipped step.
+    `console` defaults to `make_console()`. Use the reporter as a context manager, so that the bar is removed before an
+    error is printed.
     """
 
-    def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
+    def __init__(self, total_steps: int, metrics: Sequence[Metric], console: Console | None = None) -> None:
         self.console = console or make_console()
-        self._total_steps = total_steps
-        self._columns = [*columns, _LEFT]
+        self._total_steps, self._metrics = total_steps, metrics
+        self._columns = [(metric, *metric.column) for metric in (*metrics, _LEFT) if metric.column]
         self._bar = _start_bar(self.console, total_steps) if self.console.is_terminal else None
         self._began_s, self._first_step = 0.0, 0
-        self._print(self._line("step", [column.title for column in self._columns]), "bold")
+        self._print(self._line("step", [title for _, title, _ in self._columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Print the line for a completed step, or for step 0 (the state before training), and advance the bar."""
@@ -57,7 +58,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
                 self._began_s, self._first_step = now_s - metrics["step_s"], metrics["step"]
             step_s = (now_s - self._began_s) / (metrics["step"] - self._first_step + 1)
             metrics = {**metrics, "left": format_duration(step_s * (self._total_steps - metrics["step"]))}
-        cells = [column.format(metrics) for column in self._columns]
+        cells = [metric.format(metrics) for metric, _, _ in self._columns]
         if metrics.get("skipped"):
             self._print(self._line(step, cells[:1]) + "  skipped: non-finite gradient", "yellow")
         else:
@@ -69,7 +70,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Remove the bar and print the closing table."""
         self.close()
-        self.console.print(closing_table(summary))
+        self.console.print(closing_table(summary, self._metrics))
 
     def close(self) -> None:
         """Remove the bar. May be called more than once."""
@@ -81,22 +82,11 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.close()
 
     def _line(self, step: str, cells: list[str]) -> str:
-        widths = [2 * len(str(self._total_steps)) + 1, *(column.width for column in self._columns)]
+        widths = [2 * len(str(self._total_steps)) + 1, *(width for _, _, width in self._columns)]
         return "  ".join(cell.rjust(width) for cell, width in zip([step, *cells], widths, strict=False))
 
     def _print(self, line: str, style: str | None = None) -> None:
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-#: Rows of the closing table that have a first and a last value. The loss of a run with rewards is not informative.
-_RESULTS = (
-    ("reward (first -> last)", "reward_first", "reward_last", ".4f"),
-    ("loss (first -> last)", "loss_first", "loss_last", ".4f"),
-    ("eval reward (start -> final)", "eval_reward_start", "eval_reward", ".4f"),
-    ("eval match (start -> final)", "eval_exact_match_start", "eval_exact_match", ".1%"),
-    ("eval accuracy (start -> final)", "eval_accuracy_start", "eval_accuracy", ".1%"),
-    ("eval loss (start -> final)", "eval_loss_start", "eval_loss", ".4f"),
-)
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
@@ -110,38 +100,25 @@ def _start_bar(console: Console, total_steps: int) -> Progress:
     return bar
 
 
-def closing_table(summary: Mapping[str, Any]) -> Table:
-    """Return the closing table of a run, based on the content of ``summary.json``.
+def closing_table(summary: Mapping[str, Any], metrics: Sequence[Metric]) -> Table:
+    """Return the closing table of a run: the rows that its metrics declare, based on the content of ``summary.json``.
 
-    Results that the run does not have, such as rewards, are omitted. Other missing values appear as "-".
+    Rows without values are omitted. Without declarations, which older runs lack, the table has all numbers and texts.
     """
-
-    def format_entry(name: str, form: str = "", scale: float = 1.0) -> str:
-        value = summary.get(name)
-        return "-" if value is None else format(value * scale if form else value, form)
-
-    rows = {
-        "steps": f"{format_entry('steps')} ({format_entry('skipped_steps')} skipped)",
-        **{
-            name: f"{format_entry(first, form)} -> {format_entry(last, form)}"
-            for name, first, last, form in _RESULTS
-            if ("reward_last" not in summary if last == "loss_last" else summary.get(last) is not None)
-        },
-        "tokens": f"{format_entry('tokens', ',.0f')}, {format_entry('tokens_per_s', ',.0f')} per second",
-        "idle (waiting at step ends)": format_entry("idle_fraction", ".1%"),
-        "wait: fetch": f"{format_entry('fetch_wait_s', '.2f')} s",
-        "wait: push": f"{format_entry('accumulate_wait_s', '.2f')} s",
-        "wait: step end": f"{format_entry('boundary_wait_s', '.2f')} s",
-        "peak parameter memory": f"{format_entry('peak_parameter_bytes', ',.1f', 2**-20)} MiB",
-        "collectives per minibatch": format_entry("collectives_per_minibatch"),
-        "MPI library": " ".join(format_entry("mpi_library").partition("\n")[0].split()),
-        "run directory": format_entry("run_dir"),
-    }
-    if summary.get("eval_perplexity") is not None:
-        rows["eval loss (start -> final)"] += f", perplexity {format_entry('eval_perplexity', ',.4g')}"
+    known = {key: value for key, value in summary.items() if value is not None}
+    if not metrics:
+        metrics = [
+            Metric(key, "", summary="end", row=key) for key, value in known.items() if not isinstance(value, dict)
+        ]
+    rows: dict[str, tuple[str, list[str]]] = {}
+    for metric in sorted(metrics, key=lambda each: GROUPS.index(each.group)):
+        texts = {reduce: metric.format(known, key) for key, reduce in metric.entries.items() if reduce != "best"}
+        if metric.row and any(texts.values()):
+            title = metric.row + (f" ({' -> '.join(texts)})" if len(texts) > 1 else "")
+            rows.setdefault(metric.row, (title, []))[1].append(" -> ".join(text or "-" for text in texts.values()))
     table = Table("", "", box=SIMPLE, show_header=False)
-    for name, text in rows.items():
-        table.add_row(name, Text(text, overflow="fold"))
+    for title, parts in rows.values():
+        table.add_row(title, Text(", ".join(parts), overflow="fold"))
     return table
 
 

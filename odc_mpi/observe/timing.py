@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import DETAILS, MEMORY, SPEED, Metric
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
@@ -37,6 +37,8 @@ class StartReport(Callback):
 
     Must be the first callback, because the `on_train_begin` hooks of later callbacks are part of the next phase.
     """
+
+    metrics = (Metric("start_s", "start, by phase", SPEED, "end"),)
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
         self._world, self._start_times, self._spans = world, start_times, spans
@@ -70,17 +72,36 @@ class StepTimeMetrics(Callback):
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
-    columns: ClassVar = (
-        ProgressColumn("idle", 6, "{idle_fraction:.1%}"),
-        ProgressColumn("micro", 5, "{microbatches_min}-{microbatches_max}"),
-        ProgressColumn("slowest", 7, "rank {slowest_rank}"),
+    metrics = (
+        Metric(
+            "idle_fraction",
+            "idle, waiting at step ends",
+            SPEED,
+            "mean",
+            "{:.1%}",
+            ("idle", 6),
+            row="idle (waiting at step ends)",
+            views="watch",
+        ),
+        Metric("microbatches_min", "fewest microbatches of a rank", SPEED, "", "{}-{microbatches_max}", ("micro", 5)),
+        Metric("microbatches_max", "most microbatches of a rank", SPEED),
+        Metric("slowest_rank", "rank with the longest busy time", SPEED, form="rank {}", column=("slowest", 7)),
+        Metric("fetch_wait_s", "waiting for parameters, per rank", SPEED, "sum", "{:.2f} s", row="wait: fetch"),
+        Metric("accumulate_wait_s", "waiting for pushes, per rank", SPEED, "sum", "{:.2f} s", row="wait: push"),
+        Metric("boundary_wait_s", "waiting at step ends, per rank", SPEED, "sum", "{:.2f} s", row="wait: step end"),
+        Metric("peak_parameter_bytes", "fetched parameters, peak per rank", MEMORY, "end", row="peak parameter memory"),
+        Metric("peak_gradient_bytes", "gradient buffers, peak per rank", MEMORY, "end"),
+        Metric("parameter_cache_bytes", "cache of parameters, per rank", MEMORY, "end"),
+        Metric("gradient_cache_bytes", "cache of gradients, per rank", MEMORY, "end"),
+        Metric(
+            "collectives_per_minibatch",
+            "collectives per step",
+            MEMORY,
+            "end",
+            "{:.1f}",
+            row="collectives per minibatch",
+        ),
     )
-    summary: ClassVar = {
-        "idle_fraction": SummaryField("idle_fraction", "mean"),
-        "fetch_wait_s": SummaryField("fetch_wait_s", "sum"),
-        "accumulate_wait_s": SummaryField("accumulate_wait_s", "sum"),
-        "boundary_wait_s": SummaryField("boundary_wait_s", "sum"),
-    }
 
     def __init__(self, world: World, model: ShardedModel, clock: Callable[[], float]) -> None:
         self._world, self._model, self._clock = world, model, clock
@@ -151,7 +172,14 @@ class TrafficReport(Callback):
     Bytes fetched during an evaluation are counted in the next minibatch.
     """
 
-    summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
+    metrics = (
+        Metric("bytes_fetched", "fetched per step and rank", MEMORY, "per_step"),
+        Metric("bytes_fetched_same_node", "fetched from the same node, per step and rank", DETAILS, "per_step"),
+        Metric("bytes_fetched_other_nodes", "of these from other nodes", MEMORY, "per_step"),
+        Metric("bytes_pushed", "pushed per step and rank", MEMORY, "per_step"),
+        Metric("bytes_pushed_same_node", "pushed to the same node, per step and rank", DETAILS, "per_step"),
+        Metric("bytes_pushed_other_nodes", "of these to other nodes", MEMORY, "per_step"),
+    )
 
     @override
     def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
@@ -169,10 +197,10 @@ class IslandMetrics(Callback):
     """
 
     gathered_names = ("bytes_between_islands", "island_wait_s")
-    summary: ClassVar = {
-        "bytes_between_islands": SummaryField("bytes_between_islands", "per_step"),
-        "island_wait_s": SummaryField("island_wait_s", "sum"),
-    }
+    metrics = (
+        Metric("bytes_between_islands", "exchanged with other islands per step and rank", MEMORY, "per_step"),
+        Metric("island_wait_s", "waiting for islands, per rank", SPEED, "sum"),
+    )
 
     def __init__(self, world: World, model: ShardedModel) -> None:
         self._world, self._usage = world, model.usage
@@ -206,7 +234,14 @@ class ThroughputMetrics(Callback):
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
-    columns: ClassVar = (ProgressColumn("epoch", 5, "{epoch:.2f}"),)
+    metrics = (
+        Metric("time", "end of the step in UTC (ISO 8601)", SPEED),
+        Metric("epoch", "passes over the data so far", SPEED, form="{:.2f}", column=("epoch", 5)),
+        Metric("tokens_per_s_per_rank", "tokens per second of a rank", SPEED),
+        Metric("mfu", "model FLOPs per second / peak of all GPUs in bfloat16", SPEED),
+        Metric("peak_host_bytes", "resident memory with shared windows, largest of all ranks", MEMORY),
+        Metric("peak_device_bytes", "GPU memory of torch, largest of all ranks", MEMORY),
+    )
 
     def __init__(
         self, num_ranks: int, device: torch.device, num_epochs: Callable[[], float], flops: CostModel | None

@@ -1,7 +1,6 @@
 """Reports on runs, created from the files in a run directory, some of which are missing if the run was killed."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json, read_lines
-from odc_mpi.formatting import format_duration, format_seconds, truncate_text
+from odc_mpi.formatting import format_duration, format_quantity, truncate_text
+from odc_mpi.islands.run_dir import combine_metrics, current_islands
+from odc_mpi.observe.metrics import DETAILS, GROUPS, OTHER, Metric, read_declarations
 from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_figures import histograms, loss_figure, rewards_figure, time_breakdown, timeline
 
@@ -25,44 +26,6 @@ _OBJECTIVES = {
     "dpo": "Training on preferences (DPO)",
     "reward": "Training of a reward model",
     "grpo": "Training from rewards (GRPO)",
-}
-#: Groups of entries in ``summary.json``. Each heading is followed by indented entries: keys and their display names.
-_SUMMARY = """
-Result
-    steps: steps; skipped_steps: skipped steps; loss_first: loss of the first step; loss_last: loss of the last step;
-    reward_first: mean reward of the first step; reward_last: mean reward of the last step;
-    eval_loss_start: held-out loss before training; eval_loss: held-out loss at the end;
-    eval_loss_best: lowest held-out loss; eval_perplexity: held-out perplexity at the end;
-    eval_accuracy_start: held-out accuracy before training; eval_accuracy: held-out accuracy at the end;
-    eval_reward_start: held-out reward before training; eval_reward: held-out reward at the end;
-    eval_exact_match_start: held-out exact match before training; eval_exact_match: held-out exact match at the end;
-    failed_rewards: rewards that failed; best_checkpoint: step of the best checkpoint
-Speed
-    elapsed_s: duration; start_s: start, by phase; tokens: tokens; tokens_per_s: tokens per second;
-    idle_fraction: idle, waiting at step ends; fetch_wait_s: waiting for parameters, per rank;
-    accumulate_wait_s: waiting for pushes, per rank; boundary_wait_s: waiting at step ends, per rank;
-    island_wait_s: waiting for islands, per rank;
-    generate_s: generating, per rank; rollout_wait_s: waiting for completions, per rank;
-    groups_claimed_from_other_ranks: prompt groups trained by another rank; eval_s: evaluating;
-    checkpoint_pause_s: copying for checkpoints; checkpoint_wait_s: waiting for checkpoints
-Memory and traffic
-    peak_parameter_bytes: fetched parameters, peak per rank; peak_gradient_bytes: gradient buffers, peak per rank;
-    parameter_cache_bytes: cache of parameters, per rank; gradient_cache_bytes: cache of gradients, per rank;
-    bytes_fetched: fetched per step and rank; bytes_fetched_other_nodes: of these from other nodes;
-    bytes_pushed: pushed per step and rank; bytes_pushed_other_nodes: of these to other nodes;
-    bytes_between_islands: exchanged with other islands per step and rank;
-    collectives_per_minibatch: collectives per step
-Model and machine
-    num_parameters: parameters; num_trained_parameters: trained parameters; param_dtype: type of parameters;
-    device: device; world_size: ranks; num_nodes: nodes; hosts: hosts; mpi_library: MPI library;
-    window_device: window memory; zero_copy: zero-copy reads on a node; reduction: gradients travel by;
-    progress: progress thread; balance: balance of work; checkpoints_saved: checkpoints saved;
-    checkpoints_failed: checkpoints failed; run_dir: run directory
-"""
-#: Entries that are not shown because they repeat others or are details of how communication was chosen.
-_OMITTED = {
-    *("decision", "ranks_per_node", "num_islands", "checkpoint_waits"),
-    *("bytes_fetched_same_node", "bytes_pushed_same_node"),
 }
 
 
@@ -82,11 +45,13 @@ def describe(run_dir: Path) -> ReportPage:
     settings = dialect.read_file(config) if text else {}
     if not isinstance(settings, dict):
         raise ValueError("config.yaml is not a mapping")
-    lines = _read_lines(metrics, notes)
+    islands = current_islands(run_dir)  # that train apart; the trace is that of the first
+    lines = combine_metrics([_read_lines(each / metrics.name, notes) for each in islands])
+    lines = lines or _read_lines(metrics, notes)
     steps = [line for line in lines if line["step"]]
     summary = _read_json(run_dir / "summary.json", "the run is still active or ended before its last step", notes) or {}
     reason = "it is written at the end of a run, unless run.trace_steps is 0. Without it there is no timeline of ranks"
-    trace = _read_json(run_dir / "trace.json", reason, notes)
+    trace = _read_json((islands or [run_dir])[0] / "trace.json", reason, notes)
     has_rewards = any("reward" in step for step in steps)
     lengths = None if has_rewards else _read_lengths(settings, notes)
 
@@ -97,11 +62,9 @@ def describe(run_dir: Path) -> ReportPage:
     samples = _samples(run_dir / "completions.jsonl") if has_rewards else []
     subtitle = _subtitle(steps, summary, settings)
     collapsed = {"Configuration": text} if text else {}
-    tiles = _tiles(steps, summary, settings)
-    if has_rewards:  # the loss of a policy gradient says nothing about progress
-        summary = {key: value for key, value in summary.items() if not key.startswith("loss_")}
-    title = f"Run {run_dir.resolve().name}"
-    return ReportPage(title, subtitle, notes, figures, samples, collapsed, tiles, _summary_groups(summary))
+    declared = read_declarations(run_dir)
+    tiles, groups = _tiles(steps, summary, settings, declared), _summary_groups(summary, declared)
+    return ReportPage(f"Run {run_dir.resolve().name}", subtitle, notes, figures, samples, collapsed, tiles, groups)
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -164,7 +127,12 @@ def _subtitle(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], se
     return lines
 
 
-def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Tile]:
+def _tiles(
+    steps: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    declared: Iterable[Metric],
+) -> list[Tile]:
     model = settings.get("model") or {}
     name = Path(str(model["path"])).name if model.get("path") else (model.get("config") or {}).get("model_type", "")
     total, trained = summary.get("num_parameters"), summary.get("num_trained_parameters")
@@ -179,17 +147,13 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
         idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / seconds
         tiles += [Tile("tokens per second", f"{speed:,.0f}", f"{len(steps):,} steps in {format_duration(seconds)}")]
         tiles += [Tile("ranks idle", f"{idle:.1%}", "of the time, waiting at step ends")]
-    for label, first, last in (
-        ("mean reward", "reward_first", "reward_last"),
-        ("held-out match", "eval_exact_match_start", "eval_exact_match"),
-        ("held-out loss", "eval_loss_start", "eval_loss"),
-        ("loss", "loss_first", "loss_last"),
-    ):
-        is_informative = label != "loss" or not summary.keys() & {"reward_last", "eval_loss"}
-        if is_informative and summary.get(last) is not None:
-            form = ".1%" if label == "held-out match" else ".3g"
-            values = [format(summary[key], form) for key in (first, last) if summary.get(key) is not None]
-            tiles.append(Tile(label, " → ".join(values), "first to last" if len(values) > 1 else "at the end"))
+    shown = {metric.key: metric for metric in declared if "tile" in metric.views}
+    for key, metric in shown.items():
+        values = [summary.get(entry) for entry, reduce in metric.entries.items() if reduce != "best"]
+        if f"eval_{key}" not in shown and values and values[-1] is not None:
+            form = metric.form if "%" in metric.form else "{:.3g}"
+            texts = [form.format(value) for value in values if value is not None]
+            tiles.append(Tile(metric.label, " → ".join(texts), "first to last" if len(texts) > 1 else "at the end"))
     return tiles
 
 
@@ -236,35 +200,14 @@ def _text(content: Any) -> str:
     return str(content)
 
 
-def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
-    """Return one table for each group in `_SUMMARY`, and a final table for the other entries of the summary."""
-    groups = _parse(_SUMMARY)
-    known = {key for names in groups.values() for key in names} | _OMITTED
-    others = {key: key.replace("_", " ") for key in summary if key not in known}
-    tables = []
-    for heading, names in {**groups, "Other": others}.items():
-        rows = [[name, _format_value(key, summary[key])] for key, name in names.items() if summary.get(key) is not None]
-        tables += [Table(heading, ["", ""], rows)] if rows else []
-    return tables
-
-
-def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Parse `_SUMMARY` into the display names of entries, keyed by heading and by entry."""
-    blocks = [block.partition("\n") for block in re.split(r"\n(?=\w)", text.strip())]
-    return {heading: dict(item.strip().split(": ", 1) for item in entries.split(";")) for heading, _, entries in blocks}
-
-
-def _format_value(key: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
-    if isinstance(value, bool | str) or not isinstance(value, int | float):
-        return ", ".join(map(str, value)) if isinstance(value, list) else " ".join(str(value).split())
-    if "bytes" in key:
-        return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
-    if key.endswith("_per_s"):
-        return f"{value:,.0f}"
-    if key.endswith("_s"):
-        return format_duration(value) if value >= 60 else format_seconds(value) if value else "0 s"
-    if key.endswith(("_fraction", "_match", "_match_start", "_accuracy", "_accuracy_start")):
-        return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+def _summary_groups(summary: Mapping[str, Any], declared: Iterable[Metric]) -> list[Table]:
+    """Return one table for each group of metrics that has entries in the summary. Undeclared entries are "Other"."""
+    names = {
+        key: (metric.group, metric.entry_label(reduce)) for metric in declared for key, reduce in metric.entries.items()
+    }
+    names |= {key: (OTHER, key.replace("_", " ")) for key in summary if key not in names}
+    rows: dict[str, list[list[str]]] = {group: [] for group in GROUPS if group != DETAILS}
+    for key, (group, name) in names.items():
+        if group in rows and summary.get(key) is not None:
+            rows[group].append([name, format_quantity(key, summary[key])])
+    return [Table(group, ["", ""], entries) for group, entries in rows.items() if entries]

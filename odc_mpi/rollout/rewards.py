@@ -106,7 +106,11 @@ def load_reward_functions(
 
 
 def check_arguments(functions: Sequence[RewardFunction], datasets: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a function requires an argument that the `datasets`, keyed by setting, do not provide."""
+    """Raise `UserError` if a function cannot be called because it requires an argument that it will not receive.
+
+    It will receive `REWARD_ARGUMENTS` and the columns of the prompts. `datasets` maps the settings data.path and
+    data.eval_path to their `PromptDataset`.
+    """
     for reward, (setting, prompts) in itertools.product(functions, datasets.items()):
         arguments = _accepted_kwargs(reward.function, dict.fromkeys((*REWARD_ARGUMENTS, *prompts.columns), ()))
         try:

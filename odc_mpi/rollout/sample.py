@@ -10,13 +10,12 @@ is stored, but the logits are not, so memory does not grow with vocabulary size 
 The prefill of a prompt is computed once for all of its completions. Once half of the completions in a batch of 16 or
 more have ended, `generate` is called again with the keys and values of the other completions.
 
-A model that cannot do this, for example because its layers keep states, decodes one prompt's completions at a time, and
-computes the prompt for each of them.
+A model that cannot do this, for example because its layers keep states, decodes one prompt's completions at a time (see
+`decodes_batches`), and computes the prompt for each of them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,19 +78,14 @@ def sample(
     on_prompt_done: OnPromptDone,
     on_token: Callable[[int], None] = lambda token: None,
 ) -> None:
-    """Sample completions for one or more prompts, in one decode batch if possible. One-sided if the model is sharded.
+    """Sample completions for prompts in one decode batch. One-sided if the model is sharded.
 
     `module` is a transformers causal language model with enough positions for the longest prompt plus
-    `max_completion_length` tokens. When all completions of a prompt have ended, `on_prompt_done` is called with the
-    prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th token of
-    each unfinished completion is sampled.
+    `max_completion_length` tokens. If it does not decode batches (see `decodes_batches`), there must be one prompt.
+    When all completions of a prompt have ended, `on_prompt_done` is called with the prompt's index in `prompts` and its
+    completions. `on_token` is called with n = 1, 2, ... before the n-th token of each unfinished completion is sampled.
     """
     shares_cache = decodes_batches(module)
-    if len(prompts) > 1 and not shares_cache:
-        for i, prompt in enumerate(prompts):
-            done = partial(lambda number, _, completions: on_prompt_done(number, completions), i)
-            sample(module, [prompt], sampling, done, on_token)
-        return
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
     settings = {"do_sample": False, "pad_token_id": 0}

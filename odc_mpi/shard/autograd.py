@@ -86,7 +86,7 @@ class UnitForwards:
         `is_recomputation` is True if the pass only recreates saved tensors, so its nodes will have no backward pass.
         Raises RuntimeError on exit if a parameter of the unit was changed in place.
         """
-        outer, num_pending = self._current.get(unit), self._pending[unit]
+        enclosing, num_pending = self._current.get(unit), self._pending[unit]
         unit.num_running_forwards += 1
         self._current[unit] = {}
         try:
@@ -96,10 +96,10 @@ class UnitForwards:
             if is_recomputation:
                 self._pending[unit] = num_pending
             # Dropped, because the tensors keep the fetch buffer alive.
-            if outer is None:
+            if enclosing is None:
                 del self._current[unit]
             else:
-                self._current[unit] = outer
+                self._current[unit] = enclosing
         unit.check_unchanged()
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
@@ -167,17 +167,17 @@ class SavedTensorHooks:
             yield
             return
         self._active = True
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        enclosing = torch._C._autograd._top_saved_tensors_default_hooks(False)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, outer), lambda saved: saved()):
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, enclosing), lambda saved: saved()):
                 yield
         finally:
             self._active = False
 
-    def _pack(self, outer: tuple[Any, Any] | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _pack(self, enclosing: tuple[Any, Any] | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         location = self._unsharded.find(tensor)
-        if location is None and outer is not None:
-            pack, unpack = outer
+        if location is None and enclosing is not None:
+            pack, unpack = enclosing
             return partial(unpack, pack(tensor))
         if location is None:
             # Detached, because a saved output that references its own node would never be freed. The version replaces

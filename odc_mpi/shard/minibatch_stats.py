@@ -28,7 +28,7 @@ class MinibatchStats:
         local: This rank's values by name, initially 0. Add to them during the minibatch.
         finite: True if the gradients, summed over all ranks, are finite.
         sums: The `sums` argument of `report`, summed over all ranks, float64 `[k]`.
-        pushed: For each trainable parameter, True if any rank that trains the same model pushed a gradient for it.
+        pushed: For each trainable parameter, True if any rank pushed a gradient for it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -51,16 +51,13 @@ class MinibatchStats:
         bits[: len(pushed)] = pushed
         return np.array([*sums, *self.local.values(), *np.packbits(bits).view(np.uint32)])
 
-    def receive_reports(self, reports: np.ndarray, own_rows: slice = slice(None)) -> None:
-        """Set `sums`, `pushed` and the values of each rank from all ranks' reports, one row per rank.
-
-        `own_rows` selects the ranks that train the same model as this rank. Only their rows determine `pushed`.
-        """
+    def receive_reports(self, reports: np.ndarray) -> None:
+        """Set `sums`, `pushed` and the values of each rank from all ranks' reports, one row per rank."""
         count = len(self.sums)
         sums, values, words = np.split(reports, [count, count + len(self.local)], axis=1)
         self._of_ranks = dict(zip(self.local, values.T, strict=True))
         self.sums = sums.sum(axis=0)
-        merged = np.bitwise_or.reduce(words[own_rows].astype(np.uint32), axis=0)
+        merged = np.bitwise_or.reduce(words.astype(np.uint32), axis=0)
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:

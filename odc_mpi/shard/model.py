@@ -63,7 +63,6 @@ class ShardedModel:
         usage: Time, memory and collectives that this rank has used so far.
         traffic: Counter for the bytes that this rank fetches and pushes.
         gradient_format: Number format of the gradients.
-        replica_norms: Gradient norms of the last minibatch; see `clip_grad_norm_`.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class ShardedModel:
         self.device = transport.device
         self.spans = SpanRecorder()
         self._phase = StepPhase.COMPLETE  # construction ends with the first `publish()`
-        self.replica_norms: list[float] = []
         self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(
             parameters_by_unit, transport.group.size, dtypes or {}, transport.group.num_islands
@@ -196,7 +194,7 @@ class ShardedModel:
         report = minibatch.report(self.gradient_format.local_statistics(), pushed)
         with self.spans.span("gradients_complete"):  # A in docs/ordering.md
             reports = self._transport.complete_gradients(report)
-        minibatch.receive_reports(reports, self._transport.group.own_rows)
+        minibatch.receive_reports(reports)
         minibatch.finite = self.gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self.gradient_format)
         self._phase = StepPhase.COMPLETE
@@ -266,23 +264,20 @@ class ShardedModel:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Returns the total norm before scaling. If it is not finite, the gradients are not scaled. If islands train
-        separately, each clips by its own norm and returns it, and `replica_norms` contains the norm of each island.
+        Returns the total norm before scaling. If it is not finite, the gradients are not scaled.
         """
         self._require_phase(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         squares = self.gradient_format.sum_of_squares(gradients)
         with self.spans.span("grad_norm"):  # N in docs/ordering.md
-            totals = self._transport.group.norm(squares)
-        self.replica_norms = [self.gradient_format.norm(total) for total in totals]
-        norm = self.replica_norms[self._transport.group.replica]
+            norm = self.gradient_format.norm(self._transport.group.norm(squares))
         coefficient = max_norm / (norm + 1e-6)  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
         if gradients and math.isfinite(norm) and coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
 
     def divide_gradients_(self, divisor: float) -> None:
-        """Divide all gradients by `divisor`, which must be equal on all ranks that train the same model."""
+        """Divide all gradients by `divisor`, which must be equal on all ranks."""
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
@@ -319,7 +314,7 @@ class ShardedModel:
     @property
     def num_islands(self) -> int:
         """Number of islands, each of which holds all parameters, or 1 without islands."""
-        return self._transport.group.num_islands * self._transport.group.num_replicas
+        return self._transport.group.num_islands
 
     @torch.no_grad()
     def overwrite_parameters(self, values: Iterable[torch.Tensor]) -> None:

@@ -11,8 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import RESULT, SPEED, Metric
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs, initial_cost_model
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 class PeriodicEvaluator(Callback, ABC):
     """Base class for callbacks that evaluate the model every `run.eval_every` steps and after the last step."""
+
+    metrics: Sequence[Metric] = (Metric("eval_s", "evaluating", SPEED, "sum"),)
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model
@@ -80,7 +83,8 @@ class ForwardPass:
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
         #: Indices of the sequences that an evaluation uses, int64 `[n]`.
-        self.eval_indices = np.arange(len(dataset))[: config.data.eval_sequences or None]
+        limit = config.data.eval_sequences or len(dataset)
+        self.eval_indices = np.arange(len(dataset))[inputs.part.index : limit : inputs.part.count]
         self._world, self._model = world, model
         # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
         self._cost_model = initial_cost_model(config.data, inputs.model)
@@ -125,13 +129,20 @@ def held_out_pass(config: Config, world: World, model: ShardedModel, inputs: Inp
 class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
     """Base class for callbacks that evaluate held-out sequences or pairs with `scorer`."""
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
-    summary: ClassVar[Mapping[str, SummaryField]] = {
-        "eval_loss_start": SummaryField("eval_loss", "start"),
-        "eval_loss": SummaryField("eval_loss", "last"),
-        "eval_loss_best": SummaryField("eval_loss", "min"),
-        "eval_s": SummaryField("eval_s", "sum"),
-    }
+    metrics: Sequence[Metric] = (
+        Metric(
+            "eval_loss",
+            "held-out loss",
+            RESULT,
+            "start final best",
+            "{:.4f}",
+            ("eval", 8),
+            "eval loss",
+            "watch tile",
+            "low",
+        ),
+        *PeriodicEvaluator.metrics,
+    )
 
     def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: S) -> None:
         super().__init__(run, model)
@@ -146,16 +157,14 @@ class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
 class PairEvaluator(HeldOutEvaluator[PairScorer]):
     """Reports a `PairScorer`'s loss and statistics on held-out pairs. Their names have the prefix `eval_`."""
 
+    metrics = (*HeldOutEvaluator.metrics, Metric("eval_NAME", "held-out mean of the metric NAME of pairs", RESULT))
+
     def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: PairScorer) -> None:
         super().__init__(run, model, forward_pass, scorer)
-        accuracy = f"eval_{scorer.accuracy}"
-        fields = {
-            "eval_accuracy_start": SummaryField(accuracy, "start"),
-            "eval_accuracy": SummaryField(accuracy, "last"),
-        }
-        # Not class variables here, since they depend on the scorer.
-        self.columns = (*self.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))  # type: ignore[misc]
-        self.summary = {**self.summary, **fields}  # type: ignore[misc]
+        self.metrics = (
+            *HeldOutEvaluator.metrics,
+            *(_held_out(each) for each in scorer.metrics if each.key in scorer.statistics),
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the statistics over the held-out pairs. Collective."""
@@ -172,10 +181,21 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
         return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
 
 
+def _held_out(metric: Metric) -> Metric:
+    """Return the declaration for held-out pairs. That of the accuracy, which `odc-mpi watch` shows, is summarized."""
+    held_out = replace(metric, key=f"eval_{metric.key}", label=f"held-out {metric.label}", column=None)
+    shown = replace(held_out, summary="start final", summary_key="eval_accuracy", row="eval accuracy")
+    return replace(shown, column=("eval acc", 8)) if "watch" in metric.views else held_out
+
+
 class LossEvaluator(HeldOutEvaluator[TokenLogps]):
     """Computes the model's loss, perplexity and token accuracy on held-out sequences."""
 
-    summary: ClassVar = {**HeldOutEvaluator.summary, "eval_perplexity": SummaryField("eval_perplexity", "last")}
+    metrics = (
+        *HeldOutEvaluator.metrics,
+        Metric("eval_perplexity", "held-out perplexity", RESULT, "final", "perplexity {:,.4g}", row="eval loss"),
+        Metric("eval_mean_token_accuracy", "share of held-out loss tokens that were the most likely", RESULT),
+    )
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective."""

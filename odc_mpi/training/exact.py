@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.utils.deterministic
 
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.observe.metrics import SummaryField
+from odc_mpi.observe.metrics import Metric
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.minibatch_stats import MinibatchStats
@@ -78,7 +78,7 @@ def deterministic_algorithms(config: Config) -> Iterator[None]:
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports the rounding error of those gradients."""
 
-    summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
+    metrics = (Metric("fixed64_relative_error", "relative rounding of gradients", summary="final"),)
 
     def __init__(self, gradient_format: FixedPointGradients, loss_normalizer: float = 1.0) -> None:
         self._gradient_format = gradient_format

@@ -12,7 +12,7 @@ from odc_mpi.comm.context_parallel.kv_windows import KVSizes
 from odc_mpi.data.chat.templates import fix_time
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Loader
+from odc_mpi.data.loader import WHOLE, Loader, Part
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prompt_dataset import PromptDataset
@@ -45,6 +45,8 @@ class Inputs:
     context_parallel: KVSizes | str | None = None
     #: Time for chat templates that render the current date (see `fix_time`), if the data are prompts.
     prompt_time: str | None = None
+    #: Part of each minibatch and of the held-out data on which the ranks of the run work.
+    part: Part = WHOLE
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
@@ -66,11 +68,11 @@ class Inputs:
                 data.close()
 
 
-def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1, prompt_time: str | None = None) -> Inputs:
+def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt_time: str | None = None) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
-    `num_islands` is the number of islands if they train separately, and 1 otherwise. Raises `UserError` if the
-    settings, data and model do not match, or if a file cannot be used.
+    `part` is the part of each minibatch and of the held-out data on which the `size` ranks work. Raises `UserError` if
+    the settings, data and model do not match, or if a file cannot be used.
     """
     _validate_context_parallel(config)
     objective = config.run.objective
@@ -100,13 +102,18 @@ def open_inputs(config: Config, rank: int, size: int, num_islands: int = 1, prom
         context_parallel=isinstance(context_parallel, KVSizes),
         exact=config.run.exact,
         packs=meta_model.packing.packs,
-        num_islands=num_islands,
+        part=part,
     )
     evaluation = None
     if config.data.eval_path is not None:
         evaluation = _open_dataset("data.eval_path", config.data.eval_path, config, meta_model)
         check_fit(evaluation.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
-    return Inputs(dataset, meta_model, loader, evaluation, context_parallel)
+        if len(evaluation) < part.count:
+            raise UserError(
+                f"data.eval_path: expected a sequence for each of {part.count} islands, got {len(evaluation)}: hold "
+                "out more data, or set islands.by to larger islands"
+            )
+    return Inputs(dataset, meta_model, loader, evaluation, context_parallel, part=part)
 
 
 def _validate_context_parallel(config: Config) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step, round_for_exact_sum
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import RESULT, SPEED, Metric
 from odc_mpi.observe.microbatch_results import DeviceResults, MicrobatchResults
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
@@ -33,11 +33,21 @@ from odc_mpi.training.update import Update
 class MinibatchSource(Callback, ABC):
     """Base class for minibatch sources. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"),)
-    summary: ClassVar[Mapping[str, SummaryField]] = {
-        "tokens": SummaryField("num_input_tokens", "sum"),
-        "tokens_per_s": SummaryField("tokens_per_s", "mean"),
-    }
+    metrics: Sequence[Metric] = (
+        Metric(
+            "num_input_tokens",
+            "tokens",
+            SPEED,
+            "sum",
+            "{:,.0f}, {tokens_per_s:,.0f} per second",
+            None,
+            "tokens",
+            "",
+            "",
+            "tokens",
+        ),
+        Metric("tokens_per_s", "tokens per second", SPEED, "mean", "{:,.0f}", ("tokens/s", 9), views="watch"),
+    )
 
     @abstractmethod
     def next_minibatch(self) -> Minibatch:
@@ -66,8 +76,10 @@ class Objective(Callback, ABC):
             by `loss`. `on_microbatch_end` gets it as `MicrobatchResult.statistics`, so `loss` need not wait for a GPU.
     """
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
-    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
+    metrics: Sequence[Metric] = (
+        Metric("loss", "loss", RESULT, "first last", "{:.4f}", ("loss", 8), row="loss", views="watch tile"),
+        Metric("num_tokens", "loss tokens of the step", SPEED),
+    )
     extremes: ClassVar[Mapping[str, Callable[[Iterable[float]], float]]] = {}
     max_summand: ClassVar[float] = 2.0**16
     loss_normalizer: float = 1.0
@@ -166,6 +178,10 @@ class Trainer(AbstractContextManager["Trainer"]):
         """Restore the states of all callbacks from `state_dict`. Raises `UserError` if they do not match this run."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
+
+    def tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the merged tensors of all callbacks (see `Callback.tensors`)."""
+        return {section: tensors for callback in self.callbacks for section, tensors in callback.tensors().items()}
 
     def __exit__(self, *_: object) -> None:
         for callback in self.callbacks:

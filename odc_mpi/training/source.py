@@ -25,6 +25,7 @@ from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.attention import SequenceChunk
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
+from odc_mpi.observe.metrics import SPEED, Metric
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import MinibatchSource
@@ -73,6 +74,10 @@ class DatasetSource(MinibatchSource):
     """
 
     gathered_names = ("damage",)
+    metrics = (
+        *MinibatchSource.metrics,
+        Metric("num_cut_sequences", "sequences that were split over ranks, with `data.context_parallel`", SPEED),
+    )
 
     def __init__(
         self,

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import SGD, AdamW
 
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.settings import Config, OptimConfig
 
@@ -16,11 +16,11 @@ from odc_mpi.training.settings import Config, OptimConfig
 class Update(Callback):
     """Updates this rank's parameter shards, unless a gradient on any rank is not finite."""
 
-    columns: ClassVar = (
-        ProgressColumn("grad norm", 9, "{grad_norm:.4g}"),
-        ProgressColumn("lr", 8, "{learning_rate:.2e}"),
+    metrics = (
+        Metric("grad_norm", "norm before clipping, null without clipping", form="{:.4g}", column=("grad norm", 9)),
+        Metric("learning_rate", "learning rate of the step", form="{:.2e}", column=("lr", 8)),
+        Metric("skipped", "skipped steps", RESULT, "sum", summary_key="skipped_steps"),
     )
-    summary: ClassVar = {"skipped_steps": SummaryField("skipped", "sum")}
 
     def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self._model, self.optimizer, self._config = model, optimizer, config
@@ -42,12 +42,7 @@ class Update(Callback):
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
-        # An island that trains separately has only its share of the gradient of the minibatch.
-        share = step.minibatch.island_share or 1.0
-        if max_norm:
-            self._model.clip_grad_norm_(max_norm * share)
-        self._model.divide_gradients_(share)
-        norm = sum(self._model.replica_norms) if max_norm else None  # before clipping, a mean over separate islands
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
             with self._model.spans.span("optimize"):

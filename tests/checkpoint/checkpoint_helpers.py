@@ -11,7 +11,6 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState, require_model, restore_buffers
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.islands.state import make_training_state
 
 
 class Normed(Transformer):
@@ -79,8 +78,8 @@ def whole(parts):
     }
 
 
-def write(directory, transport, size, model, optimizer, step, metadata, warn=pytest.fail, outer=None):
-    state = make_training_state(model, optimizer, transport.group.rank, outer)
+def write(directory, transport, size, model, optimizer, step, metadata, warn=pytest.fail):
+    state = TrainingState(model, optimizer, transport.group.rank)
     saver = Saver(directory, transport.group.rank, size, "token", warn=warn)
     records = transport.gather(state.state_records())
     manifest = state.make_manifest(step, metadata, records) if transport.group.rank == 0 else None

@@ -98,7 +98,7 @@ def publish_again(run_dir):
 
 def found_at_start(run_dir):
     """Return the checkpoints that a start finds, by step, after it has read every byte of each."""
-    found = _list_checkpoints(run_dir, 0, 10.0)
+    found = [group[0] for group in _list_checkpoints(run_dir, 10.0)]
     for path in found:
         with Checkpoint(path) as checkpoint:
             assert list(checkpoint.verify()) == [], path

@@ -19,6 +19,7 @@ from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import publish
 from odc_mpi.checkpoint import saver as savers
 from odc_mpi.checkpoint.commands import index_line, list_lines, open_newest_checkpoint, verify
+from odc_mpi.checkpoint.groups import checkpoint_directories
 from odc_mpi.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -30,7 +31,7 @@ from odc_mpi.checkpoint.manifest import (
     write_manifest,
 )
 from odc_mpi.checkpoint.publish import prune
-from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import ShardEntry
 from odc_mpi.errors import UserError

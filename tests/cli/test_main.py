@@ -17,7 +17,7 @@ from user_errors import user_error
 from odc_mpi.cli import main as cli
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.runtime import ranks
-from odc_mpi.training import resolved_settings
+from odc_mpi.training.start import resolved_settings
 
 QWEN2 = MODEL | {"num_hidden_layers": 1}
 

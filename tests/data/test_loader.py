@@ -31,22 +31,16 @@ def minibatch_key(minibatch):
 
 
 @pytest.mark.parametrize("balance", BALANCE_STRATEGIES)
-@pytest.mark.parametrize(
-    ("size", "num_islands"), [*((size, 1) for size in range(1, 9)), (2, 2), (4, 2), (6, 3), (8, 4)]
-)
-def test_ranks_share_each_minibatch_exactly_once(dataset, size, num_islands, balance):
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranks_share_each_minibatch_exactly_once(dataset, size, balance):
     rng = np.random.default_rng(size)
     settings = {"minibatch_sequences": int(rng.integers(1, 20)), "balance": balance, "cost": CostModel(1, 0.01)}
-    per_island = size // num_islands
-    loaders = [
-        loader(dataset, rank=rank, size=size, seed=size, num_islands=num_islands, **settings) for rank in range(size)
-    ]
+    loaders = [loader(dataset, rank=rank, size=size, seed=size, **settings) for rank in range(size)]
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
-        # On each island, tickets go to one rank after the other, as if all were equally fast.
+        # Tickets go to one rank after the other, as if all were equally fast.
         batches = [
-            list(mine.microbatches(lambda count, mine=mine: range(mine.rank % per_island, count, per_island)))
-            for mine in minibatches
+            list(mine.microbatches(lambda count, mine=mine: range(mine.rank, count, size))) for mine in minibatches
         ]
         assert all(minibatch_key(minibatch) == minibatch_key(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
@@ -203,10 +197,10 @@ def test_user_errors_are_reported_at_once(dataset, arguments, expected):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "size", "num_islands"), [(1, 1, 1), (-1, 2, 1), (0, 0, 1), (0, 3, 2)])
-def test_ranks_are_those_of_a_world(dataset, rank, size, num_islands):
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0)])
+def test_ranks_are_those_of_a_world(dataset, rank, size):
     with pytest.raises(AssertionError):
-        loader(dataset, rank=rank, size=size, num_islands=num_islands)
+        loader(dataset, rank=rank, size=size)
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 12), (0, 1, 11, 12), (0, 12)])

@@ -55,10 +55,10 @@ def test_another_template_is_stored_and_splits_conversations(source, template, t
     out = tmp_path / "a.h5"
     options = PrepareOptions(vocab_size=300, chat_template=template, bad_lines="skip", eval_fraction=0.3)
     report = prepare([source], out, options)
-    assert (report.num_sequences + report.num_eval_sequences, report.num_split_turns) == (81, 40)
-    assert (report.num_bad_lines, report.num_omitted, report.omitted) == (1, 0, "")
+    assert (report.num_sequences + report.num_eval_sequences, report.num_bad_lines) == (81, 1)
+    assert report.notes == {"one sequence for each answer (--split-turns)": 40}
     lines = report.describe().splitlines()
-    assert "40 conversations split into one sequence per answer (--split-turns)" in lines
+    assert "one sequence for each answer (--split-turns) in 40 lines" in lines
     assert any(f"trained on {source}, with {template}, stored in" in line for line in lines)
     assert "line 41: the chat template drops a part of message 2" in lines[-1] and "--chat-template" in lines[-1]
     # Both sequences of a conversation are on the same side.
@@ -99,9 +99,8 @@ def test_the_report_names_a_generation_prompt_that_answers_lack(source, template
     for split_turns, number in (("auto", 42), ("always", 82), ("never", 42)):
         options = PrepareOptions(vocab_size=300, chat_template=template, split_turns=split_turns)
         report = prepare([source], tmp_path / "a.h5", options)
-        assert (report.num_sequences, report.num_omitted, report.omitted) == (number, 42, "<think>\n")
-        assert "42 conversations whose loss begins before the end of the generation prompt: " in report.describe()
-        assert r"leaves '<think>\n' out of answers" in report.describe()
+        assert report.num_sequences == number
+        assert r"the chat template leaves '<think>\n' out of answers, in 42 lines" in report.describe()
 
 
 def test_a_template_that_cannot_be_read(source, tmp_path):

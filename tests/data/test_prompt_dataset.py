@@ -30,7 +30,15 @@ def test_tokens_texts_and_columns(tmp_path, tokenizer):
     assert prompts[1].is_chat
     # The assistant's own turn is what is to be generated.
     assert prompts[1].prompt == [{"role": "user", "content": "7 8"}]
-    assert prompts.locations[1] == f"{prompts.path}, line 2"
+    assert prompts.locations[1] == f"{prompts.path}, line 2" and not prompts.ignored
+
+
+def test_what_the_template_leaves_out_is_counted(tmp_path, tokenizer):
+    tools = [{"type": "function", "function": {"name": "9", "parameters": {}}}]
+    thought = {"role": "assistant", "content": "9", "reasoning": "5"}
+    lines = [TEXT, CHAT, CHAT | {"tools": tools}, {"messages": [*CHAT["messages"][:1], thought, CHAT["messages"][0]]}]
+    ignored = PromptDataset(write_lines(tmp_path / "p.jsonl", *lines), tokenizer).ignored
+    assert {each.split(" (")[0]: count for each, count in ignored.items()} == {"`tools`": 1, "reasoning of messages": 1}
 
 
 def test_the_digest_is_of_the_content(tmp_path, tokenizer):

@@ -83,7 +83,7 @@ class LocalTransport(Transport, Group):
         return self._exchange(report)
 
     def norm(self, values):
-        return self._exchange(values).sum(axis=0, keepdims=True)
+        return self._exchange(values).sum(axis=0)
 
     def parameters_published(self):
         self.num_collectives += 1

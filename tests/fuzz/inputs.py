@@ -104,7 +104,7 @@ OWN_VALUES = {
 }
 _NEWEST = "run/checkpoints/step_00000002"
 CHECKPOINT_FILES = tuple(f"{_NEWEST}/{name}" for name in ("manifest.json", "step_00000002_rank_00000.h5", "index.h5"))
-OTHER_FILES = ("run/metrics.jsonl", "run/trace.json", "run/summary.json", "run/config.yaml")
+OTHER_FILES = ("run/metrics.json", "run/metrics.jsonl", "run/trace.json", "run/summary.json", "run/config.yaml")
 _GENERATE = ("generate", "run", "--prompt", "the of", "--max-new-tokens", "2")
 #: Commands that read a run: their words, and exit codes after damage to a checkpoint.
 OF_A_RUN = {
@@ -267,7 +267,7 @@ def run_directories(rng):
         yield case(f"{name}, {path}: {kind}", argv, change(path, apply), codes, name in _SAME)
     for number in range(32):
         kind, apply = mutation(rng)
-        path, name = OTHER_FILES[number % 4], rng.choice(("report", "resume"))
+        path, name = OTHER_FILES[number % len(OTHER_FILES)], rng.choice(("report", "resume"))
         yield case(f"{name}, {path}: {kind}", OF_A_RUN[name][0], change(path, apply))
     # Two ranks repeat a step of one rank up to rounding.
     cut = change(CHECKPOINT_FILES[1], lambda content: content[:2000])

@@ -272,7 +272,8 @@ def _findings(tokenizer, template, drawn, sequences, counts):
         runs += [tokenizer.decode(tokens[i:j]) for i, j in zip(begins, ends, strict=True)]
         wholes.append(tokenizer.decode(tokens))
     trained, whole = "\0".join(runs), "\0".join(wholes)
-    ignored = bool([key for key in counts.ignored if not drawn.extra or drawn.extra not in key])
+    reported = [note for note in counts.notes if note.startswith("ignored: ")]
+    ignored = bool([note for note in reported if not drawn.extra or drawn.extra not in note])
     yield from (f"loss on {text!r}" for text in (*drawn.untrained, *drawn.unseen) if text in trained)
     for text in drawn.untrained:
         if text not in whole and not (text in drawn.optional and ignored):
@@ -292,7 +293,7 @@ def _findings(tokenizer, template, drawn, sequences, counts):
                 yield f"the end after {text!r} has no loss: {after!r}"
             elif after not in (template.end, *MARKERS) and text == drawn.answers[-1]:
                 yield f"loss after the end of {text!r}: {after!r}"
-    if drawn.extra and not any(drawn.extra in key for key in counts.ignored):
+    if drawn.extra and not any(drawn.extra in note for note in reported):
         yield "an unknown field is not counted"
 
 

@@ -45,7 +45,7 @@ TRAINS = """
 import sys
 from pathlib import Path
 from odc_mpi.runtime.world import World
-from odc_mpi.training.run import train
+from odc_mpi.training.train import train
 from odc_mpi.training.settings import load
 
 top = Path(sys.argv[1]).parent
@@ -62,7 +62,7 @@ RUNS = [
     ("moved", 3, "--islands.by=1", "--data.balance=dynamic"),
     ("moved", 4, "--data.balance=dynamic"),
     ("outer", 5, "--islands.by=node", *outer),
-    ("outer_in_flight", 5, "--islands.by=node", *outer, f"--run.resume={top}/outer/checkpoints/step_00000003"),
+    ("outer_again", 5, "--islands.by=node", *outer, f"--run.resume={top}/outer/islands/0/checkpoints/step_00000004"),
     ("outer_on_host", 5, "--islands.by=1", *outer),
     ("alone", 4, "--data.balance=dynamic"),
 ]
@@ -100,7 +100,7 @@ def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
     digests = {name: run["parameters_digest"] for name, run in runs.items()}
     assert len({digests[name] for name in ("off", "auto", "islands", "moved", *SINGLE_RANK)}) == 1
-    assert len({digests[name] for name in ("outer", "outer_in_flight", "outer_on_host0", "outer_on_host1")}) == 1
+    assert len({digests[name] for name in ("outer", "outer_again", "outer_on_host0", "outer_on_host1")}) == 1
     assert len(digests) == 12 and digests["outer"] != digests["off"]
     fetched, pushed = (
         {name: run[f"bytes_{did}_other_nodes"] for name, run in runs.items()} for did in ("fetched", "pushed")
@@ -109,9 +109,9 @@ def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     crossing = {name: fetched[name] + pushed[name] for name in runs}
     assert 0 < crossing["islands"] <= 0.51 * crossing["off"] and crossing["islands"] <= 0.68 * crossing["auto"]
     assert runs["islands"]["bytes_between_islands"] == pytest.approx(crossing["islands"], rel=1e-6)
-    # Five steps synchronize each of the two halves of the parameters twice, in 17 bytes for 32 elements.
+    # Five steps merge each of the two halves of the parameters twice, in 17 bytes for 32 elements.
     with open_newest_checkpoint(tmp_path / "outer") as checkpoint:
         tensors = checkpoint.manifest.tensors
         numel = sum(math.prod(tensors[path].shape) for path in tensors if path.startswith("outer/momentum_buffer/"))
     assert runs["outer"]["bytes_between_islands"] == pytest.approx(2 * numel / 2 * 17 / 32 / 5, rel=0.02)
-    assert crossing["outer"] == crossing["outer_in_flight"] == 0
+    assert crossing["outer"] == crossing["outer_again"] == 0

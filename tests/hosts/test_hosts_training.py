@@ -42,7 +42,7 @@ JOB = """
 import json, sys
 from pathlib import Path
 from odc_mpi.runtime.world import World
-from odc_mpi.training.run import train
+from odc_mpi.training.train import train
 from odc_mpi.training.settings import load
 
 with World(timeout_s=60) as world:

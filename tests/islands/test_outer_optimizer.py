@@ -24,13 +24,15 @@ def train_scalars(steps, *, delay, local_share):
     fragments = make_fragments([(32, 0, 32)] * 2, 2)
     options = {"learning_rate": 2.0, "momentum": 0.0, "local_share": local_share}
     optimizer, schedule = OuterOptimizer(layers, fragments, make_encoding("float32"), **options), Schedule(6, 2, delay)
-    sent, values = {}, []
+    sent, values, num_sent, num_applied = {}, [], 0, 0
     for step in range(1, steps + 1):
         for layer in layers:
             layer.data -= 2.0
-        if (index := schedule.to_send(step)) is not None:
-            sent[index] = optimizer.encode(index)
-        if (index := schedule.to_apply(step)) is not None:
+        if schedule.sends_after(step):
+            sent[num_sent % 2] = optimizer.encode(num_sent % 2)
+            num_sent += 1
+        if schedule.applies_after(step):
+            index, num_applied = num_applied % 2, num_applied + 1
             message = sent.pop(index)
             optimizer.apply(index, optimizer.combine(index, torch.stack([message, message]), [0.5, 0.5])[0])
         values.append([float(layer.detach()[0]) for layer in layers])

@@ -1,6 +1,5 @@
 """A small data set and configuration for real launches, as fixtures."""
 
-import json
 import sys
 
 import numpy as np
@@ -12,7 +11,7 @@ from tiny_qwen2 import QWEN2
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
-from odc_mpi.observe.metrics import read_metrics
+from odc_mpi.observe.metrics import read_run_metrics
 
 MODEL = QWEN2 | {"intermediate_size": 64}
 
@@ -54,15 +53,15 @@ def write_model(data, directory, **sizes):
 
 
 def losses(run_dir):
-    """The losses in metrics.jsonl, of every step from the first on."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The losses in metrics.jsonl, or of all islands together, of every step from the first on."""
+    lines = read_run_metrics(run_dir, sys.maxsize)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
 
 def last_step(run_dir):
     """The last complete line of metrics.jsonl; 0 if there is none."""
-    return max((line["step"] for line in read_metrics(run_dir, sys.maxsize)), default=0)
+    return max((line["step"] for line in read_run_metrics(run_dir, sys.maxsize)), default=0)
 
 
 def write_config(data, directory):

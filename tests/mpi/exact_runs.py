@@ -1,13 +1,14 @@
 """Exact runs on all ranks and on one, whose bits are compared."""
 
-import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from small_training import configure
 
 from odc_mpi.checkpoint.commands import digest_line
-from odc_mpi.training import run as runs
+from odc_mpi.observe.metrics import read_run_metrics
+from odc_mpi.training.train import train
 
 #: Beginnings of the names of metrics that depend on who did what.
 OF_RANKS = ("bytes", "peak_", "tokens_per_s", "groups_", "microbatches", "slowest", "idle", "time", "outer_")
@@ -45,9 +46,9 @@ class ExactRuns:
         found = None
         if self._world.rank < among.size:
             config = self._config(name, changes)
-            summary = runs.train(config, among)
-            lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
-            found = summary["parameters_digest"], [without_times(json.loads(line)) for line in lines]
+            summary = train(config, among)
+            lines = read_run_metrics(Path(config.run.dir), sys.maxsize)
+            found = summary["parameters_digest"], [without_times(line) for line in lines]
         found = self._world.gather_objects(found)[0]
         assert digest_line(self.base / name).split()[0] == found[0]
         return found

@@ -15,8 +15,10 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights
 from odc_mpi.data.loader import Loader
 from odc_mpi.training import settings as configuration
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.run import build_trainer, decide, train
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.train import train
 
 STEPS = 5
 QWEN2 = tiny_qwen2.QWEN2 | {"num_hidden_layers": 3}
@@ -94,7 +96,7 @@ def run(config, world, freeze=()):
 @contextlib.contextmanager
 def training(config, world, inputs):
     """A trainer, and what takes its steps and returns their metrics."""
-    trainer = build_trainer(config, world, inputs, decide(config, world))
+    trainer = build_trainer(RunContext(config, world, inputs=inputs, decision=decide(config, world)))
     yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
     world.gather_objects(None)  # state_dict is one-sided: no rank frees windows that another still reads
     trainer.model.close()

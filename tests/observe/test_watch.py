@@ -8,10 +8,12 @@ import threading
 import time
 
 import pytest
+from declared_metrics import GRPO, SFT
 from step_metrics import STEP
 
 from odc_mpi.cli import main as cli
 from odc_mpi.observe import watch
+from odc_mpi.observe.metrics import write_declarations
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 
 
@@ -20,7 +22,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "_POLL_S", 0.05)
     monkeypatch.setenv("ODC_MPI_PROGRESS", "plain")
     (tmp_path / "metrics.jsonl").write_text(lines(0, 1, 2))
-    (tmp_path / "config.yaml").write_text("run:\n  steps: 4\n  objective: sft\n")
+    (tmp_path / "config.yaml").write_text("run:\n  steps: 4\n")
+    write_declarations(tmp_path, SFT)
     return tmp_path
 
 
@@ -42,7 +45,7 @@ def test_a_run_that_has_ended(run, capsys):
 
 
 def test_rewards(run, capsys):
-    (run / "config.yaml").write_text("run:\n  steps: 4\n  objective: grpo\n")
+    write_declarations(run, GRPO)
     made = [{"step": 0, "time": "2026-01-01T00:00:00+00:00", "eval_reward": 0.125}]
     made += [json.loads(line) | {"reward": 0.5, "completions/mean_length": 20.0} for line in lines(1).splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))

@@ -12,12 +12,14 @@ from xml.etree import ElementTree
 import matplotlib.figure
 import numpy as np
 import pytest
+from declared_metrics import SFT
 from rich.console import Console
 from small_run import write_sequences
 from step_metrics import STEP
 from user_errors import user_error
 
 from odc_mpi.cli import main as cli
+from odc_mpi.observe.metrics import write_declarations
 from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import bench_report, report
 from odc_mpi.report.page import Figure, ReportPage, html, terminal
@@ -54,6 +56,7 @@ def run(tmp_path):
     run.mkdir()
     (run / "config.yaml").write_text(f"data:\n  path: {data}\nmodel:\n  path: {NASTY}\n")
     (run / "metrics.jsonl").write_text("".join(json.dumps(step(n)) + "\n" for n in range(1, 6)))
+    write_declarations(run, SFT)
     (run / "summary.json").write_text(json.dumps({"world_size": 2, "mpi_library": NASTY, "tokens": 1234567}))
     write_trace(run, 2)
     return run

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from packed_models import packed_model, plain_completion, plain_model
-from tiny_qwen2 import SIZES
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_configurations import tiny_config
+from transformers import AutoModelForCausalLM
 
 from odc_mpi.generation.generate import SamplingParams
-from odc_mpi.models.decoding import Prompt
+from odc_mpi.models.decoding import Prompt, decodes_batches
 from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncation, sample
 
 STOP = (3, 7, 11, 30)
@@ -94,20 +94,20 @@ def test_unlikely_tokens_are_left_out(top_k, top_p, kept):
     assert torch.nonzero(found[0])[:, 0].tolist() == kept
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model_type": "mamba", "state_size": 4},
-        {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"]},
-    ],
-    ids=["mamba", "lfm2"],
-)
-def test_a_model_with_states_decodes_one_prompt_at_a_time(monkeypatch, settings):
+OTHERS = ("lfm2", "dory", "git", "moshi", "recurrent_gemma", "xlstm")
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_a_model_that_does_not_decode_batches_decodes_one_prompt_as_without_a_cache(monkeypatch, family):
     monkeypatch.setattr("odc_mpi.rollout.sample._MIN_ROWS", 4)
-    config = AutoConfig.for_model(**{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, **settings})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    found = completed(model, PROMPTS, RolloutSamplingParams(4, 12, temperature=0.0))
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # for outputs that depend on all tokens
+            parameter.copy_(3 * parameter if parameter.ndim >= 2 else parameter + 0.1 * torch.randn_like(parameter))
+    model.generation_config.use_cache = False
+    assert not decodes_batches(model)
     for prompt in PROMPTS:
+        found = completed(model, [prompt], RolloutSamplingParams(4, 12, temperature=0.0))
         wanted = plain_completion(model, list(prompt.tokens), 0, SamplingParams(12), list(STOP))
         assert found[prompt.number].tokens == [wanted] * 4

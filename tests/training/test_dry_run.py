@@ -15,7 +15,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.dry_run import estimate_memory
+from odc_mpi.training.start.dry_run import estimate_memory
 
 
 def sizes(model, *overrides, ranks=1, per_node=None, lengths=(512,)):
@@ -108,8 +108,8 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
     outer = sizes(MODEL, "--islands.by=4", "--islands.mode=outer", ranks=8, per_node=4)[0]
     for name in ("parameters", "optimizer", "gradients"):
         assert outer[name] == pytest.approx(2 * flat[name], rel=0.02)  # padding
-    # Outer parameters and momentum, their copies to save, and while synchronizing 4 arrays and 4 messages.
-    assert outer["outer loop"] == (4 + 4 + 4) * outer["gradients"]
+    # Outer parameters and momentum, their copies to save, and while merging 4 arrays and 5 messages.
+    assert outer["outer loop"] == (4 + 4 + 5) * outer["gradients"]
     uneven = sizes(MODEL, ranks=3, per_node=2)[0]
     assert "of other ranks, mapped" not in uneven  # on two nodes
     with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of 8, .* got 3$"):

@@ -70,10 +70,10 @@ def test_a_checkpoint_that_another_run_is_about_to_replace_is_left_alone(tmp_pat
     hidden.mkdir(parents=True)
     (hidden / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="in use by another run"):
-        _list_checkpoints(tmp_path, 0, TIMEOUT_S)
+        _list_checkpoints(tmp_path, TIMEOUT_S)
     assert hidden.exists()
     another.kill()
-    assert _list_checkpoints(tmp_path, 0, 60) == [tmp_path / "checkpoints" / "step_00000004"]
+    assert _list_checkpoints(tmp_path, 60) == [(tmp_path / "checkpoints" / "step_00000004",)]
     assert not (tmp_path / LOCK_FILE).exists()
 
 

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.rl.settings import GRPOConfig
 from odc_mpi.training.settings import (
     CommConfig,
@@ -26,6 +25,7 @@ from odc_mpi.training.settings import (
     help_text,
     load,
 )
+from odc_mpi.training.start.resolved_settings import with_device
 
 MINIMAL = "model: {path: weights}\ndata: {path: data.h5}\n"
 JOBS = Path(__file__).parents[2] / "jobs"

@@ -51,9 +51,9 @@ def test_a_minibatch_without_any_gradient_leaves_the_parameters():
     model = SimpleNamespace(divide_gradients_=divisors.append, spans=spans)
     config = SimpleNamespace(optim=SimpleNamespace(max_grad_norm=0.0))
     update = Update(model, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1), config)
-    step = Step(1, SimpleNamespace(island_share=0.5), {})
+    step = Step(1, None, {})
     update.run(step, 3.0, finite=True)
-    assert (divisors, step.metrics) == ([3.0, 0.5], {"grad_norm": None, "skipped": False})
+    assert (divisors, step.metrics) == ([3.0], {"grad_norm": None, "skipped": False})
     assert torch.equal(parameter, torch.ones(3))
 
 

@@ -6,8 +6,8 @@
                column   column   column
 
 The ranks in an island divide all parameters and gradients among themselves, so all ranks in a column store the same
-part. In the mode "hybrid", each of them updates an equal share of this part for all islands. In the mode "outer", each
-updates the part of its own island's model.
+part. If the islands share one model, each of them updates an equal share of this part for all islands. If the islands
+train apart (`DiLoCo`), each updates the part of its own island's model.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,14 @@ from odc_mpi.runtime.world import World
 class Islands:
     """Division of a world into islands. Construction is collective.
 
-    Each model needs its own `Islands` object and closes it.
+    A model that is sharded with `shard_model(..., islands=islands)` needs its own `Islands` object and closes it.
 
     Args:
         world: World to divide. Closing it also closes the worlds of the island and the column.
         by: Number of ranks per island, "node" for one island per node, or "off" for a single island.
-        mode: "hybrid" if the islands train one model, or "outer" if each trains its own (see `OuterLoop`).
 
     Raises:
         AllRanksUserError: The world cannot be divided into islands of equal size with consecutive ranks.
-        ValueError: `mode` is neither "hybrid" nor "outer".
 
     Attributes:
         size: Number of islands, not of ranks in an island.
@@ -39,10 +37,7 @@ class Islands:
         column_ranks: Ranks in `world` that form the column.
     """
 
-    def __init__(self, world: World, by: str | int, mode: str = "hybrid") -> None:
-        if mode not in ("hybrid", "outer"):
-            raise ValueError(f"mode: expected hybrid or outer, got {mode!r}")
-        self.mode = mode
+    def __init__(self, world: World, by: str | int) -> None:
         num_ranks = world.run_on_all(lambda: _ranks_per_island(world, by))
         self.is_closed = False
         self.size = world.size // num_ranks

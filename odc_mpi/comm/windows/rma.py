@@ -99,6 +99,15 @@ class Window:
             for offset in range(0, numel, limit):
                 get([buffer, (min(limit, numel - offset), first + offset), element], target, base + start + offset)
 
+    def start_get(self, buffer: np.ndarray, target: int, start: int) -> list[MPI.Request]:
+        """Start copying elements of rank `target`'s shard, from `start` on, into a contiguous array. One-sided.
+
+        The copy is complete when all of the returned requests are.
+        """
+        limit, element = self._max_get_numel, self._copied
+        parts = ((offset, buffer[offset : offset + limit]) for offset in range(0, len(buffer), limit))
+        return [self._win.Rget([part, len(part), element], target, start + offset) for offset, part in parts]
+
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         """Start overwriting parts of other ranks' shards with parts of `values`, a contiguous buffer. One-sided.
 

@@ -8,19 +8,12 @@ the marked text has loss, and the comparison only serves to find the marks of a 
 
 import functools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Literal
 
-from odc_mpi.data.chat.checks import (
-    CharSpan,
-    Rendered,
-    find_ignored,
-    find_problem,
-    names_in_template,
-    without_comments,
-)
+from odc_mpi.data.chat.checks import COMMENT, CharSpan, Rendered, find_ignored, find_problem, names_in
 from odc_mpi.data.chat.tool_calls import argument_forms, called_functions, contains_arguments, is_distorted
 from odc_mpi.data.chat.turn_ends import TurnEnd, find_turn_end
 from odc_mpi.data.examples import Conversation
@@ -69,13 +62,31 @@ class ChatRenderer:
         Raises an `InvalidRecordError` if the chat template omits part of an answer, or if changes that later messages
         make to earlier text prevent finding an answer or, if `split_turns` is "never", sharing an example.
         """
-        answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        trained = [i for i in answers if chat.message_has_loss(i)]
-        is_marked = self._is_marked(chat)
-        if is_marked and trained == answers and self._split_turns != "always":
+        trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
+        examples = self._render_examples(chat, trained)
+        notes = [f"ignored: {each}" for each in find_ignored(chat, trained, examples, self.template(chat))]
+        if omitted := next((each.omitted for each in examples if each.omitted), ""):
+            notes.append(
+                "loss that begins before the end of the generation prompt, because the chat template leaves "
+                f"{omitted!r} out of answers,"
+            )
+        ends = (each.text[begin:end].rstrip() for each in examples for begin, end in each.spans)
+        if not any(end.endswith(self._special) for end in ends):
+            token = self.turn_end.token or self._tokenizer.eos_token or "the eos token"
+            notes.append(
+                "warning: the model does not learn to stop (use another chat template, such as one of TRL's training "
+                "templates, with --chat-template FILE): no answer ends with a loss token that stops generation, such "
+                f"as {token!r},"
+            )
+        return [each._replace(notes=tuple(notes)) for each in examples]
+
+    def _render_examples(self, chat: Conversation, trained: list[int]) -> list[Rendered]:
+        is_marked = _has_marks(self.template(chat))
+        num_answers = sum(message["role"] == "assistant" for message in chat.messages)
+        if is_marked and len(trained) == num_answers and self._split_turns != "always":
             [marked] = self._render(chat, [len(chat.messages)], with_marks=True)
             if find_problem(chat, trained, marked) is None:
-                return [self._with_report(chat, trained, marked)]
+                return [marked]
         examples, text = self._find_answers(chat, trained, is_marked=is_marked)
         groups, counts = [[i] for i in trained], [i + 1 for i in trained]
         if (shared := self._share(chat, text, dict(zip(trained, examples, strict=True)))) is not None:
@@ -86,15 +97,7 @@ class ChatRenderer:
         for group, example in zip(groups, examples, strict=True):
             if problem := find_problem(chat, group, example):
                 raise InvalidRecordError(f"{chat.location}: the chat template {problem}: {_REPLACE}")
-        return [self._with_report(chat, group, each) for group, each in zip(groups, examples, strict=True)]
-
-    def _with_report(self, chat: Conversation, indices: Sequence[int], example: Rendered) -> Rendered:
-        """Return an example with what it lacks: parts of the conversation, and a trained end of an answer."""
-        ends = [example.text[begin:end].rstrip() for begin, end in example.spans]
-        is_ended = bool(self._special) and any(end.endswith(self._special) for end in ends)
-        unended = "" if is_ended else self.turn_end.token or self._tokenizer.eos_token or "the eos token"
-        ignored = tuple(dict.fromkeys(find_ignored(chat, indices, example, self._template(chat))))
-        return example._replace(ignored=ignored, unended=unended)
+        return examples
 
     def close_turn(self, text: str) -> str:
         """Return a rendered text that ends with an answer such that its last token is the end-of-turn token.
@@ -193,11 +196,6 @@ class ChatRenderer:
         longest_first = sorted(self._special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _is_marked(self, chat: Conversation) -> bool:
-        with suppress(ValueError):  # without a template, or a default among named ones, which `_render` reports
-            return _has_marks(self._template(chat))
-        return False
-
     def _render(
         self, chat: Conversation, counts: Sequence[int], *, for_generation: bool = False, with_marks: bool = False
     ) -> list[Rendered]:
@@ -207,24 +205,21 @@ class ChatRenderer:
         """
         if not counts:
             return []
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
-                "or --chat-template FILE of odc-mpi prepare"
-            )
         error: Exception | None = None
         without_arguments: list[Rendered] | None = None
-        for form in argument_forms(chat.messages):
+        forms = argument_forms(chat.messages)
+        for form in forms:
             try:
-                rendered = self._render_form(chat, form, counts, for_generation=for_generation, with_marks=with_marks)
+                rendered = self._render_form(chat, form, counts, for_generation, with_marks)
             except Exception as problem:  # templates may raise any exception
                 error = error or problem
                 continue
+            if len(forms) == 1:  # without calls
+                return rendered
             calls = [
                 (each.text, function["arguments"])
                 for each, count in zip(rendered, counts, strict=True)
-                for message in chat.messages[:count]
-                for function in called_functions(message)
+                for function in called_functions(chat.messages[:count])
             ]
             if all(contains_arguments(*call) for call in calls):
                 return rendered
@@ -235,35 +230,52 @@ class ChatRenderer:
         if without_arguments is not None:
             return without_arguments  # the template leaves calls out, which `checks` reports
         assert error is not None
-        raise InvalidRecordError(
-            f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(error)})"
-        ) from error
+        raise _rejection(chat, error) from error
 
     def _render_form(
-        self, chat: Conversation, form: list[dict[str, Any]], counts: Sequence[int], **options: bool
+        self, chat: Conversation, form: list[dict[str, Any]], counts: Sequence[int], for_generation: bool, marks: bool
     ) -> list[Rendered]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         if 0 in counts:
             raise ValueError("expected a message, got none")
-        messages = _with_known_reasoning(form, names_in_template(self._template(chat)))
-        return _apply(self._tokenizer, [messages[:count] for count in counts], chat.tools, **options)
+        template, stored = self.template(chat), REASONING[0]
+        if (name := next((name for name in REASONING if name in names_in(template)), stored)) != stored:
+            form = [message | {name: message[stored]} if stored in message else message for message in form]
+        rendered: Any = render_jinja_template(
+            [form[:count] for count in counts],
+            chat.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=for_generation,
+            **self._tokenizer.special_tokens_map,
+        )
+        texts, spans = rendered
+        for text in texts:
+            text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
+        return list(map(Rendered, texts, spans or [[] for _ in texts]))
 
-    def _template(self, chat: Conversation) -> str:
-        template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+    def template(self, chat: Conversation) -> str:
+        """Return the template for a conversation. Raises a `UserError` if the tokenizer has none."""
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
+                "or --chat-template FILE of odc-mpi prepare"
+            )
+        try:
+            template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError as error:  # named templates without a default
+            raise _rejection(chat, error) from error
         return template
 
 
-def _with_known_reasoning(messages: list[dict[str, Any]], names: Container[str]) -> list[dict[str, Any]]:
-    """Return the messages with the reasoning under the name that the template uses."""
-    stored, name = REASONING[0], next((name for name in REASONING if name in names), REASONING[0])
-    if name == stored:
-        return messages
-    return [{name if key == stored else key: value for key, value in each.items()} for each in messages]
+def _rejection(chat: Conversation, error: Exception) -> InvalidRecordError:
+    reason = one_line_message(error)
+    return InvalidRecordError(f"{chat.location}: the tokenizer's chat template rejects the messages ({reason})")
 
 
 def fix_time(tokenizer: Any, time: str) -> None:
-    """Change a tokenizer's chat templates so that they write the date of `time` instead of the current date.
-
-    `time` is in ISO format.
+    """Change a tokenizer's chat templates so that they write the date of `time`, in ISO format, instead of today's.
 
     A macro replaces the function `strftime_now`, because transformers' renderer accepts no functions as arguments.
     """
@@ -274,35 +286,15 @@ def fix_time(tokenizer: Any, time: str) -> None:
         # Jinja removes the line break, which keeps the whitespace at the start of the template.
         return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
-    if isinstance(named := tokenizer.chat_template, dict):
-        tokenizer.chat_template = {name: fix(template) for name, template in named.items()}
-    elif named:
-        tokenizer.chat_template = fix(named)
-
-
-def _apply(
-    tokenizer: Any, conversations: list[Any], tools: list[Any] | None, *, for_generation: bool, with_marks: bool
-) -> list[Rendered]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered: Any = render_jinja_template(
-        conversations,
-        tools,
-        chat_template=tokenizer.get_chat_template(tools=tools),
-        return_assistant_tokens_mask=with_marks,
-        add_generation_prompt=for_generation,
-        **tokenizer.special_tokens_map,
+    named = tokenizer.chat_template
+    tokenizer.chat_template = (
+        {key: fix(named[key]) for key in named} if isinstance(named, dict) else named and fix(named)
     )
-    texts, marks = rendered
-    for text in texts:
-        text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
-    marks = marks or [[] for _ in texts]
-    return [Rendered(text, [(begin, end) for begin, end in spans]) for text, spans in zip(texts, marks, strict=True)]
 
 
 @functools.lru_cache
 def _has_marks(template: str) -> bool:
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", without_comments(template)) is not None
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", COMMENT.sub("", template)) is not None
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:

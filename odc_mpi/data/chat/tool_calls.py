@@ -1,8 +1,14 @@
 """The arguments of tool calls in the two forms that chat templates expect, and in the rendered text."""
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
+
+
+def called_functions(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the name and the arguments of each call in messages."""
+    return [call["function"] for message in messages if "tool_calls" in message for call in message["tool_calls"]]
 
 
 def argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -10,24 +16,12 @@ def argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]
 
     Without tool calls, there is one form.
     """
-    if not any(message.get("tool_calls") for message in messages):
+    if not called_functions(messages):
         return [messages]
-    return [messages, [_with_text_arguments(message) for message in messages]]
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
-
-
-def called_functions(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the name and the arguments of each call in a message."""
-    return [call["function"] for call in message.get("tool_calls", ())]
+    with_text = copy.deepcopy(messages)
+    for function in called_functions(with_text):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return [messages, with_text]
 
 
 def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
@@ -44,8 +38,9 @@ def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
         return False
     # Among names and values, Qwen3-Coder writes None and True.
     forms = (
-        (str(leaf).strip(), *(json.dumps(leaf, ensure_ascii=is_ascii).strip('"') for is_ascii in (False, True)))
-        for leaf in _leaves(arguments)
+        (str(part).strip(), *(json.dumps(part, ensure_ascii=is_ascii).strip('"') for is_ascii in (False, True)))
+        for part in _parts(arguments)
+        if not isinstance(part, dict | list)
     )
     return all(any(form in text for form in each) for each in forms)
 
@@ -53,25 +48,18 @@ def contains_arguments(text: str, arguments: dict[str, Any]) -> bool:
 def is_distorted(text: str, arguments: dict[str, Any]) -> bool:
     """Return True if a text contains arguments in Python's representation, or as JSON text in a JSON string."""
     as_text = json.dumps(arguments, ensure_ascii=False)
-    doubled = (json.dumps(as_text, ensure_ascii=is_ascii) for is_ascii in (False, True))
-    return any(dump in text for dump in doubled) or any(repr(value) in text for value in _containers(arguments))
+    forms = [json.dumps(as_text, ensure_ascii=is_ascii) for is_ascii in (False, True)]
+    for part in _parts(arguments):
+        if isinstance(part, dict | list) and repr(part) != json.dumps(part, ensure_ascii=False):
+            forms.append(repr(part))
+    return any(form in text for form in forms)
 
 
-def _containers(value: Any) -> Iterator[Any]:
-    """Yield the objects and lists in a value, also the value itself, that Python represents differently from JSON."""
-    if isinstance(value, dict | list):
-        if repr(value) != json.dumps(value, ensure_ascii=False):
-            yield value
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _containers(item)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the names and the values at any depth that are no objects or lists."""
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield a value, and the names and values at any depth in it."""
+    yield value
     if isinstance(value, dict):
         yield from value
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
-    else:
-        yield value
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        yield from _parts(item)

@@ -5,12 +5,11 @@ tokenizers in an invalid state.
 """
 
 import hashlib
-import itertools
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
 _MAX_EXAMPLES = 3  # of invalid records that are reported
+_SPLIT_TURNS = "one sequence for each answer (--split-turns)"
 _EncodeFn = Callable[[list[Any]], list[list[Encoded]]]
 _AHEAD = 4  # blocks per process that are submitted before the result of the first is needed
 
@@ -65,13 +65,9 @@ class FilterCounts:
         num_dropped: Number of sequences that were dropped because they are longer than the maximum length: all of them
             with `overlong="drop"`, otherwise those without loss tokens within this length.
         num_untrained_dropped: Number of examples that were dropped because they have no loss tokens at any length.
-        num_split, num_split_turns: Number of plain texts that were split, and of conversations with several sequences.
-        num_own_special: Number of texts that already begin or end with the bos or eos token, which is not added again.
-        num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
-        omitted: End of the generation prompt that is missing from the first of these conversations.
-        ignored: Numbers of records with a part that is not used, keyed by its description, such as a field's name.
-        num_chats, num_unended: Number of conversations, and of conversations in which no answer's end has loss.
-        unended: Token that should end the answers of the first conversation that `num_unended` counts.
+        num_split: Number of plain texts that were split.
+        notes: Numbers of examples, keyed by what the report says about them: the notes of `Encoded`, ignored fields,
+            and conversations that became several sequences.
     """
 
     num_bad_lines: int = 0
@@ -82,38 +78,15 @@ class FilterCounts:
     num_dropped: int = 0
     num_dropped_tokens: int = 0
     num_untrained_dropped: int = 0
-    num_own_special: int = 0
-    num_split_turns: int = 0
-    num_omitted: int = 0
-    omitted: str = ""
-    ignored: dict[str, int] = field(default_factory=dict)
-    num_chats: int = 0
-    num_unended: int = 0
-    unended: str = ""
+    notes: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: "FilterCounts") -> None:
         """Add the counts of `other`."""
         for each in fields(FilterCounts):
             mine, others = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, dict):
-                mine |= {key: mine.get(key, 0) + count for key, count in others.items()}
-            else:
-                setattr(self, each.name, mine or others if isinstance(mine, str) else mine + others)
+            is_counter = isinstance(mine, dict)
+            setattr(self, each.name, dict(Counter(mine) + Counter(others)) if is_counter else mine + others)
         self.bad_lines = self.bad_lines[:_MAX_EXAMPLES]
-
-    def count(self, parts: Sequence[Encoded], ignored_fields: Iterable[str] = ()) -> None:
-        """Add an example to the counts, given its sequences `parts` before they are filtered."""
-        for each in {*(f"`{name}`" for name in ignored_fields), *itertools.chain(*(part.ignored for part in parts))}:
-            self.ignored[each] = self.ignored.get(each, 0) + 1
-        self.num_chats += parts[0].is_chat
-        if all(part.unended for part in parts):
-            self.num_unended += 1
-            self.unended = self.unended or parts[0].unended
-        self.num_own_special += parts[0].has_own_special
-        self.num_split_turns += len(parts) > 1
-        omitted = next((part.omitted for part in parts if part.omitted), "")
-        self.num_omitted += bool(omitted)
-        self.omitted = self.omitted or omitted
 
 
 @dataclass(frozen=True)
@@ -154,13 +127,16 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     encode_batch: _EncodeFn = partial(encode, tokenizer, split_turns=sequence_filter.split_turns)
     if True in kinds:
         encode_batch = partial(encode_pairs, tokenizer)
+    notes: Counter[str] = Counter()
     for i, parts in _encode_all(encode_batch, examples, invalid):
-        counts.count(parts, ignored[i])
+        fields_of_record = (f"ignored: `{name}`" for name in ignored[i])
+        notes.update({*parts[0].notes, *fields_of_record, *([_SPLIT_TURNS] if len(parts) > 1 else [])})
         # The last part ends with the last trained answer.
         tokens = parts[-1].truncate(sequence_filter.max_length).tokens
         held_out = is_held_out(tokens, sequence_filter.eval_fraction)
         for sequence in parts:
             sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
+    counts.notes = dict(notes)
     counts.num_bad_lines, counts.bad_lines = len(invalid), [invalid[i] for i in sorted(invalid)[:_MAX_EXAMPLES]]
     return EncodedBlock(sequences, counts, kinds)
 

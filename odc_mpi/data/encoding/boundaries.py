@@ -28,13 +28,10 @@ def tokenize_pairs(tokenizer: Any, prompts: Sequence[str], completions: Sequence
         return [prompt_ids, tokenize_texts(tokenizer, completions)]
     ids = _tokenize_after(tokenizer, prompts, prompt_ids, completions)
     for context in _CONTEXTS:
-        if not (missing := [i for i, each in enumerate(ids) if each is None]):
-            break
         context_ids = tokenize_texts(tokenizer, [context])
         if tokenizer.unk_token_id not in context_ids[0]:  # several unknown characters may become one token
-            texts, count = [completions[i] for i in missing], len(missing)
-            found = iter(_tokenize_after(tokenizer, [context] * count, context_ids * count, texts))
-            ids = [next(found) if each is None else each for each in ids]
+            for i in (i for i, each in enumerate(ids) if each is None):
+                ids[i : i + 1] = _tokenize_after(tokenizer, [context], context_ids, completions[i : i + 1])
     return [prompt_ids, [each or [] for each in ids]]
 
 

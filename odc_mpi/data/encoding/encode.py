@@ -1,6 +1,7 @@
 """Tokenizing examples and computing their loss masks with any fast tokenizer from transformers."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.chat.templates import CharSpan, ChatRenderer, SplitTurns
+from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored
+from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.encoding.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError
+
+_OWN_SPECIAL = "bos or eos token in the text, and therefore not added again,"
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,8 @@ class Encoded:
         loss_mask: True for each loss token, bool [length].
         is_plain_text: True if the sequence is text without a prompt, which may be split into several sequences.
         starts_with_bos: True if the tokenizer begins plain text with the bos token.
-        has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
-        is_chat: True if a chat template rendered the text.
-        omitted, ignored, unended: See `chat.checks.Rendered`.
+        notes: What the report of `prepare` says about the example of the sequence, such as "ignored: `topic`". The
+            report counts the examples with each note.
         pair: Token counts for a pair of answers (see `encoding.pairs`); None for other sequences.
     """
 
@@ -35,11 +38,7 @@ class Encoded:
     loss_mask: npt.NDArray[np.bool_]
     is_plain_text: bool = False
     starts_with_bos: bool = False
-    has_own_special: bool = False
-    is_chat: bool = False
-    omitted: str = ""
-    ignored: tuple[str, ...] = ()
-    unended: str = ""
+    notes: tuple[str, ...] = ()
     pair: PairCounts | None = None
 
     @property
@@ -87,18 +86,23 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
         begin, end = [] if has_start else start, [] if has_end else [tokenizer.eos_token_id]
         tokens = np.array([*begin, *prompt, *completion, *end], dtype=np.uint32)
         mask = np.arange(len(tokens)) >= len(begin) + len(prompt)
-        encoded.append([Encoded(tokens, mask, not prompt, bool(start), has_start or has_end)])
+        notes = (_OWN_SPECIAL,) if has_start or has_end else ()
+        encoded.append([Encoded(tokens, mask, not prompt, bool(start), notes)])
     return encoded
 
 
-def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, examples: Sequence[Example], ignored: Counter[str] | None = None) -> list[list[int]]:
     """Tokenize prompts, and conversations followed by the generation prompt, in the same way as training data.
 
-    `examples` must not be empty. Raises a `UserError` if there are conversations but no chat template, and
-    an `InvalidRecordError` if the template rejects the messages or a prompt has no tokens.
+    `examples` must not be empty. Counts in `ignored` what the chat template leaves out of conversations. Raises a
+    `UserError` if there are conversations but no chat template, and an `InvalidRecordError` if the template rejects the
+    messages or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
     texts = [chats.render_prompt(each) if isinstance(each, Conversation) else each.prompt for each in examples]
+    for example, text in zip(examples, texts, strict=True):
+        if isinstance(example, Conversation) and ignored is not None:
+            ignored.update(find_ignored(example, [], [Rendered(text, [])], chats.template(example)))
     ids = tokenize_texts(tokenizer, texts)
     start = start_tokens(tokenizer)
     prompts = [
@@ -141,14 +145,7 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
     tokenized = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
     return [
         [
-            Encoded(
-                np.array(ids, dtype=np.uint32),
-                _mask(offsets, each.spans),
-                is_chat=True,
-                omitted=each.omitted,
-                ignored=each.ignored,
-                unended=each.unended,
-            )
+            Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, each.spans), notes=each.notes)
             for each, (ids, offsets) in zip(examples, tokenized, strict=False)
         ]
         for examples in rendered

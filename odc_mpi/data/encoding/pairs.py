@@ -97,14 +97,7 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
             "'prompt'"
         )
     answers = (Encoded(each.tokens[num_prompt:], each.loss_mask[num_prompt:]) for each in (chosen, rejected))
-    return EncodedPair(
-        **_row(chosen.tokens[:num_prompt], *answers),
-        has_own_special=first.has_own_special or second.has_own_special,
-        is_chat=first.is_chat,
-        omitted=first.omitted or second.omitted,
-        ignored=(*first.ignored, *second.ignored),
-        unended=first.unended and second.unended,
-    )
+    return EncodedPair(**_row(chosen.tokens[:num_prompt], *answers), notes=(*first.notes, *second.notes))
 
 
 def _row(prompt: npt.NDArray[np.uint32], chosen: Encoded, rejected: Encoded) -> dict[str, Any]:

@@ -50,28 +50,14 @@ class Plan:
         microbatches: Each rank's microbatches, in the order in which they run. Each microbatch is a tuple of its
             sequences' positions in the minibatch. Empty microbatches are skipped, or replaced by dummy microbatches if
             ranks synchronize in each microbatch.
-        pool: Nonempty microbatches, which idle ranks claim in this order (see `pool_of`).
+        pool: Nonempty microbatches, which idle ranks claim in this order.
         splits: Sequences that are split into chunks on several ranks. Each rank runs its chunks in this order, before
             its microbatches. See `data.plan.context_parallel`.
-        islands: Positions of each island's sequences, in ascending order; empty if there is only one island. Each
-            island has the same number of consecutive ranks. See `plan_islands`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
     pool: tuple[SequenceIndices, ...] = ()
     splits: tuple[SequenceSplit, ...] = ()
-    islands: tuple[SequenceIndices, ...] = ()
-
-    def island_of(self, rank: int) -> int:
-        """Return the island that contains `rank`."""
-        return rank * len(self.islands) // len(self.microbatches) if self.islands else 0
-
-    def pool_of(self, rank: int) -> tuple[SequenceIndices, ...]:
-        """Return the microbatches in the pool that `rank` may claim: those of its island, in order."""
-        if not (self.islands and self.pool):
-            return self.pool
-        sequences = set(self.islands[self.island_of(rank)])
-        return tuple(microbatch for microbatch in self.pool if microbatch[0] in sequences)
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -183,30 +169,14 @@ def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> Ba
     return rank_independent_packing(name, cost, packs=packs) if exact or not packs else BALANCE_STRATEGIES[name]
 
 
-def plan_islands(
-    lengths: Lengths, costs: Costs, num_islands: int, minibatch_number: int, plan_island: Callable[[Lengths], Plan]
-) -> Plan:
-    """Divide a minibatch among islands that train separately, and plan each island's part.
+def divide(costs: Costs, num_parts: int, number: int) -> list[list[int]]:
+    """Divide the sequences of minibatch `number` into parts with about equal sums of `costs`, float64 [n].
 
-    The parts have about equal sums of `costs`, float64 [n]. `minibatch_number` rotates the parts among the islands.
-    `plan_island` plans sequences, given their lengths, for the ranks of one island. If there are several islands, it
-    must not split sequences.
+    Returns the positions of the sequences in each part, in ascending order. The parts rotate with `number`. If there
+    are fewer sequences than parts, some parts contain the same sequence.
     """
-    if num_islands == 1:
-        return plan_island(lengths)
-    parts = partition(costs.tolist(), num_islands)
-    parts = [parts[(island - minibatch_number) % num_islands] for island in range(num_islands)]
-    microbatches: list[tuple[SequenceIndices, ...]] = []
-    pool: list[SequenceIndices] = []
-    for part in parts:
-        plan = plan_island(lengths[part])
-        assert not plan.splits, "split sequences on islands"
-        *per_rank, island_pool = (
-            tuple(tuple([part[i] for i in indices]) for indices in each) for each in (*plan.microbatches, plan.pool)
-        )
-        microbatches += per_rank
-        pool += island_pool
-    return Plan(tuple(microbatches), tuple(pool), islands=tuple(map(tuple, parts)))
+    parts = [part for part in partition(costs.tolist(), num_parts) if part]
+    return [parts[(index - number) % num_parts % len(parts)] for index in range(num_parts)]
 
 
 def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:

@@ -7,7 +7,7 @@ run, because the library `datasets` has not supported it since version 4.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def read_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[B
             # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
             no_times = [i for i, field in enumerate(batch.schema) if not is_temporal(field.type)]
             try:
-                rows = [_to_record(row, batch.schema, json.loads) for row in batch.select(no_times).to_pylist()]
+                rows = [_without_nulls(row, batch.schema, json.loads) for row in batch.select(no_times).to_pylist()]
             except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
                 place = f"{path}, rows {num_rows_read + 1} to {num_rows_read + batch.num_rows}"
                 raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
@@ -136,31 +136,22 @@ def read_rows(name: str, dataset: Any, on_bytes_read: Callable[[int], None], num
             batch = dataset[begin : begin + _BATCH_ROWS]
         except Exception as error:  # damaged files, missing libraries for nested media
             raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
-        rows = [_to_record(dict(zip(batch, row, strict=True)), schema) for row in zip(*batch.values(), strict=True)]
+        rows = [_without_nulls(dict(zip(batch, row, strict=True)), schema) for row in zip(*batch.values(), strict=True)]
         yield Block(name, "row", list(enumerate(rows, begin + 1)))
         on_bytes_read(num_bytes * len(rows) // len(dataset))
 
 
-def _to_record(
-    row: Mapping[str, Any], schema: Any, decode: Callable[[Any], Any] = lambda value: value
-) -> dict[str, Any]:
-    """Return a row of a table as a record: without nulls of the row and of structures, which have all fields.
+def _without_nulls(value: Any, type_: Any, decode: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a row of a table, or a value in one, without nulls of the row and of structures, which have all fields.
 
-    Values of the type `arrow.json` are what `decode` returns for them: their nulls and fields are those of the source.
+    `type_` is the schema of the row, or the type of the value. Values of the type `arrow.json` are what `decode`
+    returns for them: their nulls and fields are those of the source.
     """
-    return {
-        name: _without_nulls(value, schema.field(name).type, decode) for name, value in row.items() if value is not None
-    }
-
-
-def _without_nulls(value: Any, type_: Any, decode: Callable[[Any], Any]) -> Any:
-    if value is None:
-        return None
-    if getattr(type_, "extension_name", "") == "arrow.json":
+    if value is not None and getattr(type_, "extension_name", "") == "arrow.json":
         return decode(value)
     if isinstance(value, dict):
-        fields = {field.name: field.type for field in type_}
-        return {name: _without_nulls(item, fields[name], decode) for name, item in value.items() if item is not None}
+        types = {field.name: field.type for field in type_}
+        return {name: _without_nulls(item, types[name], decode) for name, item in value.items() if item is not None}
     if isinstance(value, list) and hasattr(type_, "value_type"):
         return [_without_nulls(item, type_.value_type, decode) for item in value]
     return value

@@ -1,75 +1,71 @@
-"""Conversion of records with messages, instructions or texts to conversations."""
+"""Conversion of the parts of records to the messages of a conversation."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from odc_mpi.data.examples import Conversation, can_have_loss
-from odc_mpi.data.records.fields import LOSS_FLAGS, InvalidRecordError, from_json, text_field
+from odc_mpi.data.records.fields import LOSS_FLAGS, InvalidRecordError, json_kind, list_field, text_field
 from odc_mpi.data.records.messages import parse_messages
 from odc_mpi.data.records.schema import BESIDE
-from odc_mpi.data.records.tool_calls import parse_tools
 
 
 def turns(record: Mapping[str, Any], name: str, role: str, location: str) -> list[dict[str, Any]]:
-    """Return the messages in a field: a list of messages, one message, or the text of a message from `role`."""
+    """Return the messages in a field: a list of messages, one message, or the text of a message from `role`.
+
+    The field `instruction` is one message of a user, which also contains the text in `input`.
+    """
     value = record[name]
     if isinstance(value, str):
-        return [{"role": role, "content": text_field(record, name, location)}]
+        names = (name, "input") if name == "instruction" and record.get("input") else (name,)
+        return [{"role": role, "content": "\n\n".join(text_field(record, each, location) for each in names)}]
     return parse_messages([value] if isinstance(value, dict) else value, name, location)
 
 
 def conversation(
-    record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
+    record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_last: int | None = None
 ) -> Conversation:
-    """Return a conversation of `messages`, with the system prompt, the history and the tools in fields of the record.
+    """Return a conversation of the history in a record and `messages`, with the system prompt and the tools in fields.
 
-    The history precedes `messages`. A message has no loss if one of `LOSS_FLAGS` is 0 or false, or if it begins the
-    conversation. The first `num_context` of `messages` have no loss; unless this is 0, the history has none, either.
+    A message has no loss if one of `LOSS_FLAGS` is 0 or false, if it begins the conversation, or if it is not among the
+    last `num_last` messages.
     """
-    history = _history(record, location)
-    messages, num_context = [*history, *messages], num_context and num_context + len(history)
-    flags = [[name for name in LOSS_FLAGS if name in message] for message in messages]
-    untrained = [
-        index < num_context or any(not message[name] for name in names)
-        for index, (message, names) in enumerate(zip(messages, flags, strict=True))
-    ]
-    ignored = [
-        f"`{name}` of messages that are not the assistant's"
-        for message, names in zip(messages, flags, strict=True)
-        for name in names
-        if message[name] and message["role"] != "assistant"
-    ]
-    messages = [{name: value for name, value in message.items() if name not in LOSS_FLAGS} for message in messages]
+    messages = [*_history(record, location), *messages]
+    ignored: dict[str, None] = {}
     if record.get("system") and messages:
         system = {"role": "system", "content": text_field(record, "system", location)}
         if messages[0]["role"] != "system":
-            messages, untrained = [system, *messages], [True, *untrained]
-        elif messages[0] != system:
-            ignored.append("`system` beside a system message")
-    context = {i for i, each in enumerate(messages) if can_have_loss(each) and (untrained[i] or i == 0)}
-    tools = parse_tools(record.get("tools"), location)
-    return Conversation(location, messages, tools, frozenset(context), tuple(dict.fromkeys(ignored)))
+            messages.insert(0, system)
+        elif messages[0]["content"] != system["content"]:
+            ignored["`system` beside a system message"] = None
+    context = set()
+    first = 1 if num_last is None else max(1, len(messages) - num_last)
+    for i, message in enumerate(messages):
+        flags = {}
+        if not LOSS_FLAGS.isdisjoint(message):
+            flags = {name: value for name, value in message.items() if name in LOSS_FLAGS}
+            messages[i] = {name: value for name, value in message.items() if name not in flags}
+            if message["role"] != "assistant":
+                ignored |= {f"`{name}` of messages that are not the assistant's": None for name in flags if flags[name]}
+        if (i < first or not all(flags.values())) and can_have_loss(message):
+            context.add(i)
+    tools = list_field(record, "tools", location)
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise InvalidRecordError(f"{location}: expected each of 'tools' to be an object, got {json_kind(tool)}")
+    return Conversation(location, messages, tools or None, frozenset(context), tuple(ignored))
 
 
 def _history(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
     """Return the earlier turns in `history`: pairs of a user's and an assistant's text (LLaMA-Factory), or messages."""
-    history = record.get("history")
-    if isinstance(history, str) and history.strip():
-        history = from_json(history, f"{location}: expected 'history' to be a list or JSON text of one")
-    if not history or isinstance(history, str):
-        return []
-    if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):
+    history = list_field(record, "history", location)
+    if all(isinstance(turn, dict) for turn in history):
         return parse_messages(history, "history", location)
-    if not isinstance(history, list) or not all(map(_is_pair_of_texts, history)):
+    if not all(isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history):
         raise InvalidRecordError(
             f"{location}: expected 'history' to be a list of messages or of pairs of a user's and an assistant's text"
         )
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for turn in history for role, text in zip(roles, turn, strict=True)]
-
-
-def _is_pair_of_texts(turn: Any) -> bool:
-    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
 
 
 def is_chat(record: Mapping[str, Any]) -> bool:
@@ -82,11 +78,3 @@ def refuse_fields_beside(record: Mapping[str, Any], texts: str, expected: str, l
     for name in BESIDE:
         if record.get(name) not in (None, "", "[]", []):
             raise InvalidRecordError(f"{location}: expected {name!r} together with {expected}, got it with {texts}")
-
-
-def instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Return the fields `instruction` and `input` as one user message."""
-    parts = [text_field(record, "instruction", location)]
-    if record.get("input"):
-        parts.append(text_field(record, "input", location))
-    return [{"role": "user", "content": "\n\n".join(parts)}]

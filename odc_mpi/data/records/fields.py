@@ -10,7 +10,7 @@ from odc_mpi.formatting import truncate_text
 MAX_CHARS = 200  # of a text from a file, in a message
 #: Fields of a message that determine whether it has loss: `weight` (OpenAI), `train` and `training` (axolotl), `loss`
 #: and `loss_scale` (ms-swift), `loss_mask`. Templates do not receive them.
-LOSS_FLAGS = ("weight", "train", "training", "loss", "loss_scale", "loss_mask")
+LOSS_FLAGS = frozenset(("weight", "train", "training", "loss", "loss_scale", "loss_mask"))
 
 
 class InvalidRecordError(UserError):
@@ -31,6 +31,20 @@ def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
             f"{location}: expected text in {field!r}, got a byte that is not UTF-8 or a lone surrogate at {error.start}"
         ) from error
     return text
+
+
+def list_field(record: Mapping[str, Any], field: str, location: str) -> list[Any]:
+    """Return the list in an optional field, decoded if it is JSON text. Missing, null and empty values are [].
+
+    Raises an `InvalidRecordError` if the value is something else.
+    """
+    value = record.get(field)
+    if isinstance(value, str):
+        expected = f"{location}: expected {field!r} to be a list or JSON text of one"
+        value = from_json(value, expected) if value.strip() else None
+    if value and not isinstance(value, list):
+        raise InvalidRecordError(f"{location}: expected {field!r} to be a list, got {json_kind(value)}")
+    return value or []
 
 
 def field_names(record: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ _ROLES |= {"developer": "system", "function_call": "assistant"}
 _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
 #: Names of a message's reasoning in published data sets and templates. Messages have it under the first one.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+_MOVED = {"tool_calls", "function_call", "refusal", *REASONING}
 
 
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
@@ -37,19 +38,24 @@ def _parse_message(message: Any, name: str, location: str) -> dict[str, Any]:
     role = text_field(message, "role", location)
     # Tables have null for missing fields, and chat templates check whether a field exists.
     parsed = {key: value for key, value in message.items() if value is not None}
-    for flag in LOSS_FLAGS:
-        if flag in parsed and parsed[flag] not in (0, 1):
-            got = truncate_text(repr(parsed[flag]), MAX_CHARS)
+    for flag, value in parsed.items():
+        if flag in LOSS_FLAGS and value not in (0, 1):
+            got = truncate_text(repr(value), MAX_CHARS)
             raise InvalidRecordError(f"{location}: expected {flag!r} to be 0, 1, false or true, got {got}")
-    calls = parsed.pop("tool_calls", None) or parsed.pop("function_call", None)
-    parsed.pop("function_call", None)
+    moved = {} if _MOVED.isdisjoint(parsed) else {key: parsed.pop(key) for key in _MOVED & parsed.keys()}
+    calls = moved.get("tool_calls") or moved.get("function_call")
     content = _content(parsed, location, is_optional="content" in message or bool(calls))
+    name = "tool_calls"
     if role == "function_call":  # LLaMA-Factory: the content is the JSON text of calls
-        content, calls = "", content
+        content, calls, name = "", content, role
     parsed |= {"role": _ROLES.get(role, role), "content": content}
-    if calls := parse_calls(calls, "function_call" if role == "function_call" else "tool_calls", location):
+    if "refusal" in moved:  # OpenAI: instead of the content
+        parsed["content"] = _one_text(moved | {"content": content}, ("content", "refusal"), location)
+    if calls is not None and (calls := parse_calls(calls, name, location)):
         parsed["tool_calls"] = calls
-    return _with_refusal(_with_reasoning(parsed, location), location)
+    if moved and (reasoning := _one_text(moved, REASONING, location)):
+        parsed[REASONING[0]] = reasoning
+    return parsed
 
 
 def _content(message: dict[str, Any], location: str, *, is_optional: bool) -> str:
@@ -60,31 +66,17 @@ def _content(message: dict[str, Any], location: str, *, is_optional: bool) -> st
     if not isinstance(content, list):
         return text_field(message, "content", location)
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = (
-                truncate_text(repr(part["type"]), MAX_CHARS)
-                if isinstance(part, dict) and "type" in part
-                else json_kind(part)
-            )
-            raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
+        if (kind := part.get("type") if isinstance(part, dict) else None) != "text":
+            got = json_kind(part) if kind is None else truncate_text(repr(kind), MAX_CHARS)
+            raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {got}")
     return "".join(text_field(part, "text", location) for part in content)
 
 
-def _with_reasoning(message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Return a message whose reasoning, if it is not empty, is in `reasoning_content` only."""
-    texts = {text_field(message, name, location) for name in REASONING if name in message} - {""}
+def _one_text(message: dict[str, Any], names: tuple[str, ...], location: str) -> str:
+    """Return the text that is in one of the fields `names`, or "" if all are missing or empty."""
+    texts = {text_field(message, name, location) for name in names if name in message} - {""}
     if len(texts) > 1:
-        raise InvalidRecordError(f"{location}: expected one reasoning of a message, got several: keep one field")
-    others = {name: value for name, value in message.items() if name not in REASONING}
-    return others | ({REASONING[0]: texts.pop()} if texts else {})
-
-
-def _with_refusal(message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Return a message without the field `refusal`, in which OpenAI gives the text instead of in `content`."""
-    if "refusal" not in message:
-        return message
-    refusal = text_field(message, "refusal", location)
-    if refusal and message["content"]:
-        raise InvalidRecordError(f"{location}: expected 'content' or 'refusal' in a message, got both: keep one")
-    others = {name: value for name, value in message.items() if name != "refusal"}
-    return others | {"content": message["content"] or refusal}
+        raise InvalidRecordError(
+            f"{location}: expected one of {', '.join(map(repr, names))} in a message, got several: keep one"
+        )
+    return texts.pop() if texts else ""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odc_mpi.data.examples import Conversation, Example, PreferencePair, PromptCompletion
-from odc_mpi.data.records.conversations import conversation, instruction, is_chat, refuse_fields_beside, turns
+from odc_mpi.data.records.conversations import conversation, is_chat, refuse_fields_beside, turns
 from odc_mpi.data.records.fields import InvalidRecordError, text_field
 from odc_mpi.data.records.schema import ANSWERS
 
@@ -28,11 +28,7 @@ def preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> Pr
 
 def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:
     """Return one conversation for each answer. The messages with which both begin have no loss."""
-    context: list[dict[str, Any]] = []
-    if prompt == "instruction":
-        context = instruction(record, location)
-    elif prompt != "chosen":
-        context = turns(record, prompt, "user", location)
+    context = [] if prompt == "chosen" else turns(record, prompt, "user", location)
     answers = [turns(record, name, "assistant", location) for name in ANSWERS]
     num_shared = 0
     while num_shared < min(map(len, answers)) - 1 and answers[0][num_shared] == answers[1][num_shared]:
@@ -49,8 +45,7 @@ def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str
         raise InvalidRecordError(
             f"{location}: expected a prompt, got 'chosen' and 'rejected' without a message that both begin with"
         )
-    num_context = len(context) + num_shared
-    return [conversation(record, [*context, *answer], location, num_context) for answer in answers]
+    return [conversation(record, [*context, *each], location, len(each) - num_shared) for each in answers]
 
 
 def _role_and_text(message: dict[str, Any]) -> tuple[str, str]:

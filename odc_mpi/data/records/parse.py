@@ -8,11 +8,11 @@ from typing import Any
 
 from odc_mpi.data.examples import Example, PreferencePair, PromptCompletion
 from odc_mpi.data.records.block import to_record
-from odc_mpi.data.records.conversations import conversation, instruction, is_chat, refuse_fields_beside
+from odc_mpi.data.records.conversations import conversation, is_chat, refuse_fields_beside, turns
 from odc_mpi.data.records.fields import InvalidRecordError, field_names, text_field
 from odc_mpi.data.records.messages import parse_messages
 from odc_mpi.data.records.pairs import preference_pair
-from odc_mpi.data.records.schema import WITH_MESSAGES, Columns, check_loss_fields, find_format, rename
+from odc_mpi.data.records.schema import WITH_MESSAGES, Columns, check_loss_fields, rename
 
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
@@ -26,33 +26,30 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
     record: Mapping[str, Any] = to_record(value, location)
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
-    record = _decode_messages(rename(record, location, columns) if columns else record)
+    required, record = rename(record, location, columns or {})
+    record = _decode_messages(record)
     check_loss_fields(record, location)
-    required = find_format(record)
     if "chosen" in required:
         return preference_pair(record, required[0], location)
-    if "prompt" in required:
-        if is_unwanted:
-            raise InvalidRecordError(
-                f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
-            )
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            messages = parse_messages([*prompt, *completion], "prompt", location)
-            return conversation(record, messages, location, num_context=len(prompt))
-        prompt, completion = (text_field(record, name, location) for name in required)
-        if is_chat(record):
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return conversation(record, messages, location)
-        return PromptCompletion(location, prompt, completion)
     if "text" in required:
         refuse_fields_beside(record, "'text'", "'messages', or 'prompt' and 'completion'", location)
         return PromptCompletion(location, "", text_field(record, "text", location))
-    if "instruction" in required:
-        answer = {"role": "assistant", "content": text_field(record, "output", location)}
-        return conversation(record, [*instruction(record, location), answer], location)
-    for name in required:
-        return conversation(record, parse_messages(record[name], name, location), location)
+    if len(required) == 1:
+        return conversation(record, parse_messages(record[required[0]], required[0], location), location)
+    if "prompt" in required and is_unwanted:
+        raise InvalidRecordError(
+            f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
+        )
+    if required:
+        prompt, answer = required
+        are_lists = all(isinstance(record[name], list) for name in required)
+        if not are_lists:
+            texts = [text_field(record, name, location) for name in required]
+            if prompt == "prompt" and not is_chat(record):
+                return PromptCompletion(location, *texts)
+        messages = turns(record, prompt, "user", location)
+        answers = turns(record, answer, "assistant", location)
+        return conversation(record, [*messages, *answers], location, len(answers) if are_lists else None)
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
         f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "
@@ -69,18 +66,17 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     is no prompt or one of these fields is invalid.
     """
     record = _decode_messages(record)
-    for name in ("messages", "prompt"):
-        if (name == "messages" and name in record) or isinstance(record.get(name), list):
-            messages = parse_messages(record[name], name, location)
-            while len(messages) > 1 and messages[-1]["role"] == "assistant":
-                messages.pop()
-            return conversation(record, messages, location)
-    if "prompt" in record:
-        prompt = text_field(record, "prompt", location)
-        if is_chat(record):
-            return conversation(record, [{"role": "user", "content": prompt}], location)
-        return PromptCompletion(location, prompt, "")
-    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
+    name = "messages" if "messages" in record else "prompt"
+    if name not in record:
+        raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
+    if name == "prompt" and isinstance(record[name], str):
+        if not is_chat(record):
+            return PromptCompletion(location, text_field(record, name, location), "")
+        return conversation(record, turns(record, name, "user", location), location)
+    messages = parse_messages(record[name], name, location)
+    while len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return conversation(record, messages, location)
 
 
 def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Formats of records: the fields that each requires and uses, and the names that a source has for them."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from odc_mpi.data.records.fields import LOSS_FLAGS, MAX_CHARS, InvalidRecordError, field_names
@@ -45,25 +45,27 @@ def check_columns(columns: Columns) -> None:
         raise UserError(f"--columns: expected fields of one format, got {', '.join(columns)}")
 
 
-def rename(record: Mapping[str, Any], location: str, columns: Columns) -> Mapping[str, Any]:
-    """Return a record in which the renamed fields have the names that this module expects.
+def rename(record: Mapping[str, Any], location: str, columns: Columns) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Return the required fields of a record's format, and the record with the names that this module expects.
 
-    If a required field is renamed, the result contains only the optional fields and those of the first accepted format
-    that is complete. Raises an `InvalidRecordError` if no accepted format is complete.
+    The fields are () if the record has no format. If a required field is renamed, the record contains only the optional
+    fields and those of the format. Raises an `InvalidRecordError` if such a record lacks a field.
     """
+    if not columns:
+        return _find_format(record, FORMATS), record
     renamed = {name: value for name, value in record.items() if name not in columns}
     renamed |= {name: record[source] for name, source in columns.items() if source in record}
-    if (formats := _formats(columns)) == list(FORMATS):
-        return renamed
-    missing = [[name for name in required if name not in renamed] for required in formats]
-    fewest = min(missing, key=len)
-    if fewest:
-        source = columns.get(fewest[0], fewest[0])
+    formats = _formats(columns)
+    required = _find_format(renamed, formats)
+    if formats == list(FORMATS):
+        return required, renamed
+    if not required:
+        missing = min(([name for name in each if name not in renamed] for each in formats), key=len)[0]
+        source = columns.get(missing, missing)
         raise InvalidRecordError(
             f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
         )
-    required = formats[missing.index(fewest)]
-    return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
+    return required, {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
 
 def _formats(columns: Columns) -> list[tuple[str, ...]]:
@@ -71,27 +73,22 @@ def _formats(columns: Columns) -> list[tuple[str, ...]]:
     return [required for required in FORMATS if renamed <= set(required)]
 
 
-def find_format(fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the required fields of the format of a record with these fields, or an empty tuple if it has none."""
-    present = set(fields)
-    return next((required for required in FORMATS if present.issuperset(required)), ())
+def _find_format(fields: Container[str], formats: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return next((required for required in formats if all(name in fields for name in required)), ())
 
 
 def ignored_fields(record: Mapping[str, Any], columns: Columns) -> list[str]:
     """Return the names of a record's fields that `parse_example` does not use, except empty ones and `METADATA`."""
-    names = {source: name for name, source in columns.items()}
-    renamed = {names.get(name, "" if name in columns else name): name for name in record}
-    required = next((each for each in _formats(columns) if renamed.keys() >= set(each)), ())
-    used = {*required, *(("input",) if "instruction" in required else ()), *(BESIDE if required != ("text",) else ())}
-    ignored = record.keys() - {source for name, source in renamed.items() if name in used} - METADATA
-    return [name for name in record if name in ignored and record[name] not in (None, "", [], {})]
+    required, _ = rename(record, "", columns)
+    used = (*required, *(("input",) if "instruction" in required else ()), *(BESIDE if required != ("text",) else ()))
+    known = METADATA.union(columns.get(name, name) for name in used)
+    return [name for name, value in record.items() if name not in known and value not in (None, "", [], {})]
 
 
 def check_loss_fields(record: Mapping[str, Any], location: str) -> None:
     """Raise an `InvalidRecordError` if a record has one of `LOSS_FLAGS` that would exclude text from the loss."""
-    for name in LOSS_FLAGS:
-        value = record.get(name)
-        if isinstance(value, list | dict) or value in (False, "0", "false", "False"):
+    for name, value in record.items():
+        if name in LOSS_FLAGS and (isinstance(value, list | dict) or value in (False, "0", "false", "False")):
             raise InvalidRecordError(
                 f"{location}: expected {name!r} in messages only, got it at the top level of the record: set 'weight' "
                 "or 'train' in each message, or remove the field"

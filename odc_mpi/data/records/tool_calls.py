@@ -10,20 +10,6 @@ from odc_mpi.errors import one_line_message
 _OUTER = ("id", "type", "index")
 
 
-def parse_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list `tools`, decoded if it is JSON, or None if empty. Raises an `InvalidRecordError` if invalid."""
-    if isinstance(tools, str) and tools.strip():
-        tools = from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
-    if not tools or (isinstance(tools, str) and not tools.strip()):
-        return None
-    if not isinstance(tools, list):
-        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {json_kind(tools)}")
-    for tool in tools:
-        if not isinstance(tool, dict):
-            raise InvalidRecordError(f"{location}: expected each of 'tools' to be an object, got {json_kind(tool)}")
-    return tools
-
-
 def parse_calls(calls: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Return a list of calls, each as `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
 
@@ -45,12 +31,12 @@ def _parse_call(call: Any, name: str, location: str) -> dict[str, Any]:
         raise InvalidRecordError(
             f"{location}: expected each call in {_article(name)} to be an object with 'name', got {kind}"
         )
-    wrapper = {
-        key: value for key, value in call.items() if value is not None and key in (_OUTER if function is call else call)
-    }
-    inner = {key: value for key, value in function.items() if function is not call or key not in _OUTER}
-    inner["arguments"] = _parse_arguments(inner, location)
-    return {"type": "function"} | wrapper | {"function": inner}
+    if function is call:
+        call = {key: value for key, value in call.items() if key in _OUTER}
+        function = {key: value for key, value in function.items() if key not in _OUTER}
+    arguments = {"arguments": _parse_arguments(function, location)}
+    call = {key: value for key, value in call.items() if value is not None}
+    return {"type": "function"} | call | {"function": function | arguments}
 
 
 def _parse_arguments(function: dict[str, Any], location: str) -> dict[str, Any]:

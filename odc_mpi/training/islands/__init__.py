@@ -1,1 +1,1 @@
-"""Training on islands of ranks: settings, outer loop, and checkpoints."""
+"""Training on islands of ranks: settings, and DiLoCo on islands that train apart."""

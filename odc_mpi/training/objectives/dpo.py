@@ -26,6 +26,7 @@ from odc_mpi.data.groups import GroupMicrobatch, as_padded_rows
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
+from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.training.objectives.pairs import PairScorer, PairScores
 from odc_mpi.training.pairs.settings import DPOConfig
 
@@ -81,7 +82,15 @@ class PreferenceScorer(PairScorer):
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
         *("logps/chosen", "logps/rejected"),
     )
-    margin, accuracy = "rewards/margins", "rewards/accuracies"
+    metrics = (
+        Metric("rewards/margins", "difference of the rewards of both answers", RESULT, "", "{:.4f}", ("margin", 8)),
+        Metric("rewards/accuracies", "accuracy", RESULT, "", "{:.1%}", ("accuracy", 8), views="watch"),
+        Metric("rewards/chosen", "`dpo.beta` times the log-ratio of chosen answers to the reference model", RESULT),
+        Metric("rewards/rejected", "`dpo.beta` times the log-ratio of rejected answers", RESULT),
+        Metric("logps/chosen", "log-probability of chosen answers", RESULT),
+        Metric("logps/rejected", "log-probability of rejected answers", RESULT),
+        Metric("entropy", "mean entropy of the predictions in nats", RESULT),
+    )
     token_sums = ("entropy",)
 
     def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
+from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.settings import GRPOConfig
@@ -33,6 +34,12 @@ class GRPOObjective(Objective):
     """GRPO loss for minibatches of at most `num_groups` prompt groups, normalized by counts from `RolloutSource`."""
 
     extremes: ClassVar = {"logp_difference_max": max}
+    metrics = (
+        Metric("loss", "with GRPO the objective", DETAILS, "first last", "{:.4f}", ("loss", 8)),
+        Metric("kl", "KL divergence from the reference, with `rl.beta`", RESULT),
+        Metric("sampling/sampling_logp_difference/mean", "difference of log-probabilities in training and sampling"),
+        Metric("sampling/sampling_logp_difference/max", "largest difference of log-probabilities"),
+    )
 
     def __init__(
         self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None

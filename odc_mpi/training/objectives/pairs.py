@@ -15,7 +15,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.heads import reward_scores
 from odc_mpi.observe.callback import Step
-from odc_mpi.observe.metrics import ProgressColumn
+from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.pairs.settings import RewardConfig
@@ -44,12 +44,11 @@ class PairScorer(ABC):
     """Base class for callables that compute the losses of pairs under a model.
 
     `statistics` contains the names of the statistics for each pair, and `token_sums` those of the sums over loss
-    tokens. `margin` and `accuracy` are the names of the two statistics that the progress line shows.
+    tokens. `metrics` declares both.
     """
 
     statistics: tuple[str, ...]
-    margin: str
-    accuracy: str
+    metrics: tuple[Metric, ...]
     token_sums: tuple[str, ...] = ()
 
     @abstractmethod
@@ -66,7 +65,13 @@ class RewardScorer(PairScorer):
     """
 
     statistics = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
-    margin, accuracy = "margin", "accuracy"
+    metrics = (
+        Metric("margin", "difference of the scores of both answers", RESULT, form="{:.4f}", column=("margin", 8)),
+        Metric("accuracy", "accuracy", RESULT, "", "{:.1%}", ("accuracy", 8), views="watch"),
+        Metric("mean_reward", "mean score of an answer", RESULT),
+        Metric("min_reward", "lowest score of an answer", RESULT),
+        Metric("max_reward", "highest score of an answer", RESULT),
+    )
 
     def __init__(self, module: torch.nn.Module, packs: bool, reward: RewardConfig) -> None:
         self._module, self._packs = module, packs
@@ -97,11 +102,7 @@ class PairObjective(Objective):
     def __init__(self, scorer: PairScorer) -> None:
         self._scorer = scorer
         self.gathered_names = ("loss", *scorer.token_sums, *scorer.statistics)
-        self.columns = (  # type: ignore[misc]  # not a class variable here, since it depends on the scorer
-            *self.columns,
-            ProgressColumn("margin", 8, f"{{{scorer.margin}:.4f}}"),
-            ProgressColumn("accuracy", 8, f"{{{scorer.accuracy}:.1%}}"),
-        )
+        self.metrics = (*self.metrics, *scorer.metrics)
 
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return a microbatch's contribution to the mean loss of the minibatch. One-sided."""

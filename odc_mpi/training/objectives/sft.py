@@ -6,6 +6,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
+from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 
@@ -18,6 +19,11 @@ class SFTObjective(Objective):
 
     gathered_names = ("loss", "correct_tokens", "entropy")
     max_summand = MAX_EXACT_LOSS
+    metrics = (
+        *Objective.metrics,
+        Metric("mean_token_accuracy", "share of loss tokens that were the most likely", RESULT),
+        Metric("entropy", "mean entropy of the predictions in nats", RESULT),
+    )
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._token_logps = TokenLogps(module)

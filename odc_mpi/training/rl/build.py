@@ -38,6 +38,10 @@ def build_grpo(
     )
     world.run_on_all(lambda: check_arguments(functions, inputs.datasets))
     names = [function.name for function in functions]
+    for setting, prompts in inputs.datasets.items() if world.rank == 0 else ():
+        assert isinstance(prompts, PromptDataset)
+        for ignored, count in prompts.ignored.items():
+            warn(f"WARNING: {setting}: {ignored} is ignored in {count:,} of {len(prompts):,} prompts")
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(
             f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "

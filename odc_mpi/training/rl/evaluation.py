@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
@@ -25,14 +25,12 @@ _EXACT_SHARES = 16
 class RewardEvaluator(PeriodicEvaluator):
     """Computes rewards on held-out prompts. Ranks claim batches of prompts to decode. Construction is collective."""
 
-    columns: ClassVar = (ProgressColumn("eval", 8, "{eval_reward:.4f}"),)
-    summary: ClassVar = {
-        "eval_reward_start": SummaryField("eval_reward", "start"),
-        "eval_exact_match_start": SummaryField("eval_exact_match", "start"),
-        "eval_reward": SummaryField("eval_reward", "last"),
-        "eval_exact_match": SummaryField("eval_exact_match", "last"),
-        "eval_s": SummaryField("eval_s", "sum"),
-    }
+    metrics = (
+        Metric("eval_reward", "held-out reward", RESULT, "start final", "{:.4f}", ("eval", 8), "eval reward", "watch"),
+        Metric("eval_exact_match", "held-out exact match", RESULT, "start final", "{:.1%}", None, "eval match", "tile"),
+        Metric("eval_mean_length", "mean length of completions of held-out prompts", RESULT),
+        *PeriodicEvaluator.metrics,
+    )
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odc_mpi.observe.metrics import RESULT, SPEED, Metric
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
@@ -17,6 +18,31 @@ _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
     *("equal_groups", "failed_rewards", "generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
     *("groups_claimed_from_other_ranks", "groups_not_stored"),
+)
+
+#: Declarations of the metrics that `RolloutMetrics` computes.
+ROLLOUT_METRICS = (
+    Metric("reward", "mean reward", RESULT, "first last", "{:.4f}", ("reward", 8), row="reward", views="watch tile"),
+    Metric(
+        "completions/mean_length", "mean tokens of a completion", RESULT, "", "{:.1f}", ("length", 7), views="watch"
+    ),
+    Metric("completions/min_length", "tokens of the shortest completion", RESULT),
+    Metric("completions/max_length", "tokens of the longest completion", RESULT),
+    Metric("completions/clipped_ratio", "share of truncated completions", RESULT, "", "{:.1%}", ("clipped", 7)),
+    Metric("frac_reward_zero_std", "share of groups with equal rewards", RESULT, "", "{:.0%}", ("equal", 5)),
+    Metric("reward_std", "standard deviation of the weighted sum of rewards", RESULT),
+    Metric("rewards/NAME/mean", "mean of the reward function NAME", RESULT),
+    Metric("entropy", "with GRPO mean entropy of sampling in nats", RESULT),
+    Metric("failed_rewards", "rewards that failed", RESULT, "sum"),
+    Metric("generate_s", "generating, per rank", SPEED, "sum"),
+    Metric("rollout_wait_s", "waiting for completions, per rank", SPEED, "sum"),
+    Metric("groups_claimed_from_other_ranks", "prompt groups trained by another rank", SPEED, "sum"),
+    Metric("groups_generated_min", "fewest prompt groups that a rank generated", SPEED),
+    Metric("groups_generated_max", "most prompt groups that a rank generated", SPEED),
+    Metric("groups_trained_min", "fewest prompt groups that a rank trained", SPEED),
+    Metric("groups_trained_max", "most prompt groups that a rank trained", SPEED),
+    Metric("num_tokens", "loss tokens of the step", SPEED),
+    Metric("groups_not_stored", "prompt groups for which the store was full", SPEED),
 )
 
 

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -33,14 +33,13 @@ from odc_mpi.files import warn_write_failed
 from odc_mpi.formatting import truncate_text
 from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
 from odc_mpi.observe.callback import Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.loop import MinibatchSource
-from odc_mpi.training.rl.metrics import RolloutMetrics
+from odc_mpi.training.rl.metrics import ROLLOUT_METRICS, RolloutMetrics
 from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, RewardsFn, longest_first_batches, predict_lengths
 from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
@@ -58,22 +57,7 @@ class RolloutSource(MinibatchSource):
     False, each microbatch has one completion.
     """
 
-    columns: ClassVar = (
-        ProgressColumn("reward", 8, "{reward:.4f}"),
-        ProgressColumn("length", 7, "{completions/mean_length:.1f}"),
-        ProgressColumn("clipped", 7, "{completions/clipped_ratio:.1%}"),
-        ProgressColumn("equal", 5, "{frac_reward_zero_std:.0%}"),
-        *MinibatchSource.columns,
-    )
-    summary: ClassVar = {
-        **MinibatchSource.summary,
-        "reward_first": SummaryField("reward", "first"),
-        "reward_last": SummaryField("reward", "last"),
-        "generate_s": SummaryField("generate_s", "sum"),
-        "rollout_wait_s": SummaryField("rollout_wait_s", "sum"),
-        "groups_claimed_from_other_ranks": SummaryField("groups_claimed_from_other_ranks", "sum"),
-        "failed_rewards": SummaryField("failed_rewards", "sum"),
-    }
+    metrics = (*ROLLOUT_METRICS, *MinibatchSource.metrics)
 
     def __init__(
         self,
@@ -97,6 +81,7 @@ class RolloutSource(MinibatchSource):
         self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)
         self._metrics = RolloutMetrics(reward_names, num_groups)
         self.gathered_names = self._metrics.gathered_names
+        self.metrics = tuple(each for metric in self.metrics for each in metric.expand(reward_names))
         #: Mean length in tokens of the completions last generated for each prompt, keyed by the prompt's index.
         self._observed_lengths: dict[int, float] = {}
         self._step = 0  # number of the current step

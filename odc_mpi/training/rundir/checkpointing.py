@@ -30,13 +30,12 @@ from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.weights.base_check import part_digests
 from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.observe.metrics import DETAILS, MACHINE, RESULT, SPEED, Metric
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.islands.outer_loop import OuterLoop
-from odc_mpi.training.islands.state import make_training_state
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
@@ -50,10 +49,20 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     `stop` must precede this callback in `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run
-    takes over the lock, saving stops. `metadata` comes from `run_metadata`. `outer_loop` is the trainer's loop, if any.
+    takes over the lock, saving stops. `metadata` comes from `run_metadata`.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
+    metrics = (
+        Metric("best_checkpoint", "step of the best checkpoint", RESULT, "end"),
+        Metric("checkpoint_pause_s", "copying for checkpoints", SPEED, "end"),
+        Metric("checkpoint_wait_s", "waiting for checkpoints", SPEED, "end"),
+        Metric("checkpoints_saved", "checkpoints saved", MACHINE, "end"),
+        Metric("checkpoints_failed", "checkpoints failed", MACHINE, "end"),
+        Metric("checkpoint_waits", "checkpoints for which the training waited", DETAILS, "end"),
+        Metric("parameters_digest", "parameters digest", summary="end"),
+        Metric("arithmetic", "arithmetic", summary="end"),
+    )
 
     def __init__(
         self,
@@ -64,12 +73,13 @@ class CheckpointCallback(Callback):
         stop: StopRequest,
         directory_lock: RunDirectoryLock | None,
         resume_point: ResumePoint | None,
-        outer_loop: OuterLoop | None = None,
     ) -> None:
         self._run, self._world, self._trainer, self._metadata, self._stop = config.run, world, trainer, metadata, stop
         optimizer, has_base = trainer.update.optimizer, "base" in metadata
-        self._state = make_training_state(trainer.model, optimizer, world.rank, outer_loop, omit_frozen_base=has_base)
-        self._outer_loop = outer_loop
+        self._state = TrainingState(
+            trainer.model, optimizer, world.rank, omit_frozen_base=has_base, tensors=trainer.tensors
+        )
+        self._is_due = False
         # Step and loss of the best checkpoint so far.
         continued = resume_point.metadata if resume_point and resume_point.continues_this_run else {}
         self._best: dict[str, Any] | None = continued.get("best")
@@ -99,14 +109,15 @@ class CheckpointCallback(Callback):
     def on_step_end(self, step: Step) -> None:
         """Start saving a checkpoint if one is due or a stop was requested. Collective in this case."""
         every, number = self._run.checkpoint_every, step.number
-        is_due = number == self._run.steps or (every and number % every == 0)
-        if is_due or self._stop.requested_on_any_rank:
+        self._is_due |= number == self._run.steps or bool(every and number % every == 0)
+        if (self._is_due or self._stop.requested_on_any_rank) and self._saving_is_allowed:
+            self._is_due = False
             self._update_best(step)
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Start saving a checkpoint of `step`, the last complete step, unless that has begun. Collective."""
-        if step != self._last:
+        """Start saving a checkpoint of `step`, the last complete step, if allowed and not begun. Collective."""
+        if step != self._last and self._saving_is_allowed:
             self._save(step)
 
     def parameters_digest(self) -> str:
@@ -144,6 +155,10 @@ class CheckpointCallback(Callback):
                 f"stopped on request after step {step}; checkpoint saved. Run the same command to resume"
             )
 
+    @property
+    def _saving_is_allowed(self) -> bool:
+        return all(callback.allows_saving for callback in self._trainer.callbacks)
+
     def _wait_for_pending(self) -> None:
         """Wait until the last checkpoint is published or has failed. Collective if ranks may still be writing it."""
         if self._saver.pending:
@@ -167,8 +182,6 @@ class CheckpointCallback(Callback):
         # Otherwise a run with fast steps could be several checkpoints ahead of the newest complete one.
         self._wait_for_pending()
         waited = time.perf_counter()
-        if self._outer_loop:
-            self._outer_loop.receive()
         records = self._world.gather_objects(self._state.state_records())
         entries = self._state.snapshot()
         manifest = None

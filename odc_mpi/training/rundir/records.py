@@ -7,7 +7,8 @@ from pathlib import Path
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
 from odc_mpi.checkpoint.publish import remove_incomplete
 from odc_mpi.files import make_directory, parse_json, read_lines, write_text_durable
-from odc_mpi.observe.metrics import METRICS, read_metrics
+from odc_mpi.islands.run_dir import ISLANDS
+from odc_mpi.observe.metrics import DECLARATIONS, METRICS, read_metrics
 from odc_mpi.observe.trackers import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
@@ -17,7 +18,10 @@ COMPLETIONS = "completions.jsonl"
 ANOMALY = "anomaly.json"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
 #: Names of a run's files and subdirectories, which a new run in the same directory moves to `earlier-N`.
-RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS, ANOMALY)
+RECORDS = (
+    *(_CONFIG, DECLARATIONS, METRICS, _TRACE, _SUMMARY, "report.html"),
+    *(CHECKPOINTS, ISLANDS, TRACKERS, COMPLETIONS, ANOMALY),
+)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:

@@ -2,16 +2,20 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from odc_mpi.checkpoint.groups import checkpoint_groups
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
-from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
+from odc_mpi.data.loader import Part
 from odc_mpi.errors import AllRanksUserError, UserError, warn
+from odc_mpi.islands.run_dir import island_directories
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
 from odc_mpi.models.weights.base_check import check_base
 from odc_mpi.observe.terminal import terminal_width
@@ -61,6 +65,11 @@ class ResumePoint:
         """Metadata of the checkpoint."""
         return self.checkpoint.manifest.metadata
 
+    def continues_island(self, part: Part) -> bool:
+        """Return True if the checkpoint is of the island that trains on `part`, apart from the others."""
+        islands = self.metadata.get("islands", {})
+        return (islands.get("index"), islands.get("size")) == (part.index, part.count)
+
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
         """Return "NAME BEFORE -> NOW" for each changed setting except `ignored` and minor ones, such as `run.dir`."""
         # An earlier version may lack a setting; it behaved as the current default does.
@@ -91,21 +100,24 @@ class DeferredErrorWeights(CheckpointWeights):
             raise self._error
 
 
-def find_resume_point(config: Config, world: World) -> ResumePoint | None:
+def find_resume_point(config: Config, world: World, island: int = 0) -> ResumePoint | None:
     """Open the checkpoint from which the run starts, if any. Collective.
+
+    Of a group of checkpoints of K islands that trained apart, opens the one of island `island` modulo K.
 
     Raises `AllRanksUserError` if a rank does not see the run directory, if `run.resume` is a path without checkpoints,
     or if no existing checkpoint is complete.
     """
     require_shared(Path(config.run.dir), world)
+    newest_in = partial(_newest, world, island)
     requested, run_dir, job = config.run.resume, Path(config.run.dir), slurm_job()
     if requested == "never" and not job.get("slurm_restarts"):
         return None
     path = None if requested in ("never", "auto") else str(Path(requested).resolve())
-    candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, world.rank, config.comm.timeout_s))
+    candidates = world.run_on_all(lambda: _list_checkpoints(run_dir, config.comm.timeout_s) if world.rank == 0 else [])
     newest = None
     try:
-        newest = _newest(world, candidates, _START_OVER_HINT if path is None else "")
+        newest = newest_in(candidates, _START_OVER_HINT if path is None else "")
     except AllRanksUserError as error:
         if path is None:
             raise
@@ -122,10 +134,11 @@ def find_resume_point(config: Config, world: World) -> ResumePoint | None:
         newest.close()
     if path is None:
         return None
-    candidates = world.run_on_all(lambda: checkpoint_directories(Path(requested)))
-    checkpoint = _newest(world, candidates, _START_OVER_HINT)
-    assert checkpoint, "checkpoint_directories finds one, or raises"
-    return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
+    candidates = world.run_on_all(lambda: checkpoint_groups(Path(requested)))
+    checkpoint = newest_in(candidates, _START_OVER_HINT)
+    if checkpoint is None:
+        raise AllRanksUserError(f"run.resume: expected checkpoints of the same merge on all islands, got {requested}")
+    return ResumePoint(checkpoint, run_dir.resolve() in checkpoint.directory.resolve().parents, path)
 
 
 def check_resume_point(resume_point: ResumePoint, config: Config, world: World, inputs: Inputs) -> None:
@@ -176,9 +189,10 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
     if resume_point:
         manifest, changed = resume_point.checkpoint.manifest, resume_point.changed_settings(config)
         ranks = "1 rank" if manifest.size == 1 else f"{manifest.size} ranks"
-        islands = f" in {manifest.num_islands} islands" if manifest.num_islands > 1 else ""
+        islands = manifest.metadata.get("islands")
+        of_islands = f" of each of {islands['size']} islands" if islands else ""
         settings = f"; changed settings: {', '.join(changed)}" if changed else ""
-        saved = f"{resume_point.checkpoint.directory}, saved on {ranks}{islands}"
+        saved = f"{resume_point.checkpoint.directory}, saved on {ranks}{of_islands}"
         return f"resuming from step {resume_point.step}: {saved}{settings}{tail}"
     if config.run.resume != "auto":
         return f"starting from scratch: run.resume {config.run.resume}{tail}" if moved else ""
@@ -221,13 +235,17 @@ def _islands_train_separately(config: Mapping[str, Any]) -> bool:
     return islands["by"] != "off" and islands.get("mode") == "outer"
 
 
-def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
+def _list_checkpoints(run_dir: Path, timeout_s: float) -> list[tuple[Path, ...]]:
     with convert_write_errors(run_dir):
-        if rank == 0 and recoverable_checkpoints(run_dir / CHECKPOINTS):
-            # Locked, because another run may be about to publish a newer checkpoint under the same name.
-            with RunDirectoryLock(run_dir, timeout_s):
-                recover_retired(run_dir / CHECKPOINTS)
-        return list(steps_in(run_dir / CHECKPOINTS).values())
+        for each in (run_dir, *island_directories(run_dir)):
+            if recoverable_checkpoints(each / CHECKPOINTS):
+                # Locked, because another run may be about to publish a newer checkpoint under the same name.
+                with RunDirectoryLock(each, timeout_s):
+                    recover_retired(each / CHECKPOINTS)
+        try:
+            return checkpoint_groups(run_dir)
+        except UserError:  # there are none
+            return []
 
 
 def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
@@ -279,15 +297,16 @@ def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint,
     )
 
 
-def _newest(world: World, candidates: Sequence[Path], advice: str) -> Checkpoint | None:
-    """Open the newest complete checkpoint. Each rank checks some of its files. Collective.
+def _newest(world: World, island: int, candidates: Sequence[tuple[Path, ...]], advice: str) -> Checkpoint | None:
+    """Open the newest group of complete checkpoints. Each rank checks some of the files. Collective.
 
     If none is complete, the message of the `AllRanksUserError` ends with `advice`.
     """
     # Use rank 0's candidates, because a file system may show a new checkpoint to some ranks later than to others.
-    candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
+    candidates = world.gather_objects(list(candidates))[0]
     problems: list[str] = []
-    for path in reversed(candidates):
+    for group in reversed(candidates):
+        path = group[island % len(group)]
         checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, world))  # type: ignore[misc]
         rank_problems = world.gather_objects(problem)
         if not any(rank_problems):
@@ -297,7 +316,7 @@ def _newest(world: World, candidates: Sequence[Path], advice: str) -> Checkpoint
         if checkpoint:
             checkpoint.close()
         if world.rank == 0:
-            following = ": trying the next older checkpoint" if path != candidates[0] else ""
+            following = ": trying the next older checkpoint" if group != candidates[0] else ""
             print(f"odc_mpi: WARNING: {problems[-1]}{following}", flush=True)
     if problems:
         raise AllRanksUserError(

@@ -104,29 +104,26 @@ def is_held(run_dir: Path) -> bool:
 
 
 def require_shared(run_dir: Path, world: "World") -> None:
-    """Raise `AllRanksUserError` if a rank does not see a temporary file that rank 0 creates in `run_dir`. Collective.
+    """Raise `AllRanksUserError` unless all ranks see the same run directory. Collective.
 
-    Leaves nothing behind. If rank 0 cannot create the file, nothing is checked: opening the run reports the reason.
+    Rank 0 creates a temporary file there, or in the nearest parent that exists, and the other ranks look for this file
+    at the same path. If rank 0 cannot create it, nothing is checked here: opening the run reports the reason.
     """
-    missing: list[Path] = []
-    try:
-        with ExitStack() as stack:
-            path, is_remote = None, world.hosts[world.rank] != world.hosts[0]
-            if world.rank == 0:
-                with suppress(OSError):
-                    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-                    make_directory(run_dir)
-                    path = stack.enter_context(tempfile.NamedTemporaryFile(dir=run_dir, prefix=".odc-mpi-")).name
-            if (path := world.gather_objects(path)[0]) is None:
-                return
-            ends = time.monotonic() + (min(SEARCH_S, world.timeout_s / 2) if is_remote else 0)
-            while not (is_visible := os.access(run_dir / Path(path).name, os.F_OK)) and time.monotonic() < ends:
-                time.sleep(0.1)
-            seen = world.gather_objects((is_visible, run_dir.absolute()))
-    finally:
-        for folder in missing:
-            with suppress(OSError):  # another process has created files in it
-                folder.rmdir()
+    folders, is_remote = (run_dir, *run_dir.parents), world.hosts[world.rank] != world.hosts[0]
+    with ExitStack() as stack:
+        place = None
+        if world.rank == 0:
+            with suppress(OSError):
+                depth = next(i for i, folder in enumerate(folders) if folder.exists())
+                file = stack.enter_context(tempfile.NamedTemporaryFile(dir=folders[depth], prefix=".odc-mpi-"))
+                place = depth, Path(file.name).name
+        if (place := world.gather_objects(place)[0]) is None:
+            return
+        folder, name = folders[place[0]], place[1]
+        ends = time.monotonic() + (min(SEARCH_S, world.timeout_s / 2) if is_remote else 0)
+        while not (is_visible := os.access(folder / name, os.F_OK)) and time.monotonic() < ends:
+            time.sleep(0.1)
+        seen = world.gather_objects((is_visible, folder.absolute()))
     if blind := [rank for rank, (is_visible, _) in enumerate(seen) if not is_visible]:
         names = [f"rank {r} on {world.hosts[r]}" for r in blind[:4]] + [f"{len(blind) - 4} more"] * (len(blind) > 4)
         raise AllRanksUserError(

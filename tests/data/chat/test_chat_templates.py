@@ -58,7 +58,7 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(toke
             assert "User" not in text and "Be brief" not in text, (name, case)
             if case == "three" and len(encoded) > 1:
                 split[name] = len(encoded)
-            omitted |= {name} if encoded[0].omitted else set()
+            omitted |= {name} if any(note.startswith("loss that begins") for note in encoded[0].notes) else set()
     # The published gpt-oss stops at <|return|>, which is in the last answer only; the others think in it only.
     assert split == dict.fromkeys(("gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), 3)
     assert {"deepseek_r1_distill", "deepseekv3", "nemotron_3_nano"} <= omitted
@@ -257,7 +257,7 @@ def test_the_loss_ends_with_the_token_that_ends_an_answer(tokenizer, template, e
     # A token may have the space before a word, or the line break after one.
     text = trained_text(changed, [encoded]).replace(" Reply", "Reply")
     assert text.replace("\n", "") == "".join(expected).replace("\n", "")
-    assert encoded.unended == unended
+    assert [note.rpartition("such as ")[2] for note in encoded.notes] == ([f"{unended!r},"] if unended else [])
     found = end_of_turn_token(changed)
     assert (found and changed.convert_ids_to_tokens(found)) == token
     [split] = encode(changed, [chat], "always")
@@ -278,7 +278,15 @@ def test_what_a_template_leaves_out_is_listed(tokenizer):
     user = {"role": "user", "content": "Hi", "mood": "calm", "id": 3}
     chat = parse_messages([user, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}], "", "")
     [[encoded]] = encode(tokenizer, [Conversation("", chat, TOOLS)])
-    assert [each.split()[0] for each in encoded.ignored] == ["reasoning", "`tools`", "`mood`"]
+    assert [each.split()[1] for each in encoded.notes] == ["reasoning", "`tools`", "`mood`"]
+    # So is the reasoning of answers without loss, and tools that are only named in calls.
+    context = parse_messages([user, *turn(1)[1:], CALL, RESULT, *turn(2)], "", "")
+    context[1]["reasoning_content"] = "Hm."
+    named = with_template(
+        tokenizer, tokenizer.chat_template.replace("['content']", "['content'] ~ (message.tool_calls or '')")
+    )
+    [[encoded]] = encode(named, [Conversation("", context, TOOLS, frozenset({1, 2}))])
+    assert [each.split()[1] for each in encoded.notes] == ["reasoning", "`tools`", "`mood`"]
     # Reasoning reaches a template under the name that it knows; without a name, an answer of reasoning alone is lost.
     message = "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
     thinking = with_template(tokenizer, HEADER + message + END + PROMPT)

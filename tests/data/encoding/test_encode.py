@@ -129,7 +129,7 @@ def test_bos_and_eos_are_not_added_to_texts_that_have_them():
     texts = ("1 2", "59 1 2", "1 2 60", "59 1 2 60\n", "1 60 2")
     encoded = [each for [each] in encode(found, [PromptCompletion("", "", text) for text in texts])]
     assert [each.tokens.tolist() for each in encoded] == [[59, 1, 2, 60]] * 4 + [[59, 1, 60, 2, 60]]
-    assert [each.has_own_special for each in encoded] == [False, True, True, True, False]
+    assert [bool(each.notes) for each in encoded] == [False, True, True, True, False]
     prompts = encode_prompts(found, [PromptCompletion("", text, "") for text in ("1 2", "59 1 2")])
     assert prompts == [[59, 1, 2]] * 2, "as in training"
     [[pair]] = encode(found, [PromptCompletion("", "59 1", "2 60")])

@@ -160,8 +160,8 @@ def test_refusals_and_reasoning():
     thought = parse_chat({"messages": [CHAT[0], CHAT[1] | {"thinking": "Hm.", "reasoning": ""}]})
     assert thought.messages[1] == CHAT[1] | {"reasoning_content": "Hm."}
     for extra, words in (
-        ({"refusal": "No."}, "'content' or 'refusal' in a message, got both"),
-        ({"thinking": "a", "reasoning": "b"}, "one reasoning of a message, got several"),
+        ({"refusal": "No."}, "one of 'content', 'refusal' in a message, got several: keep"),
+        ({"thinking": "a", "reasoning": "b"}, "one of 'reasoning_content', 'reasoning', 'thinking' in"),
         ({"thinking": ["a"]}, "'thinking' to be a string"),
     ):
         with pytest.raises(InvalidRecordError, match=words):

@@ -36,11 +36,11 @@ def test_no_trained_end_is_a_warning(source, stdlib_report, tmp_path):
     (tmp_path / "marks.jinja").write_text(MARKS)
     options = PrepareOptions(tokenizer=stdlib_report.path, chat_template=tmp_path / "marks.jinja")
     text = prepare([source], tmp_path / "a.h5", options).describe()
-    assert "\nwarning: in 4 lines of 4 no answer ends with a loss token that stops generation" in text
-    assert "'<|im_end|>'" in text and "--chat-template FILE" in text
+    warning = next(line for line in text.splitlines() if line.startswith("warning: "))
+    assert "--chat-template FILE" in warning and warning.endswith("such as '<|im_end|>', in 4 lines")
 
 
 def test_counts_of_blocks_are_added():
-    total = FilterCounts(ignored={"`a`": 1})
-    total.add(FilterCounts(ignored={"`a`": 2, "`b`": 1}, num_chats=2, num_unended=1, unended="x"))
-    assert total == FilterCounts(ignored={"`a`": 3, "`b`": 1}, num_chats=2, num_unended=1, unended="x")
+    total = FilterCounts(notes={"a": 1}, num_split=2)
+    total.add(FilterCounts(notes={"a": 2, "b": 1}, num_split=1))
+    assert total == FilterCounts(notes={"a": 3, "b": 1}, num_split=3)

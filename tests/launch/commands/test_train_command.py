@@ -12,7 +12,7 @@ from small_run import MODEL, losses
 
 from odc_mpi.shard.step_phases import SYNC_POINTS
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.resolved_settings import with_device
+from odc_mpi.training.start.resolved_settings import with_device
 
 SUMMARY = {
     *("world_size", "steps", "loss_first", "loss_last", "tokens", "tokens_per_s", "reduction", "balance"),
@@ -47,7 +47,7 @@ def test_a_run_and_what_it_leaves(config, tmp_path):
     assert len(found) == 8
     assert [found[0], found[-1]] == [summary["loss_first"], summary["loss_last"]]
     assert configuration.load(run / "config.yaml") == with_device(configuration.load(config), "cpu")
-    files = {"config.yaml", "metrics.jsonl", "trace.json", "summary.json", "checkpoints"}
+    files = {"config.yaml", "metrics.json", "metrics.jsonl", "trace.json", "summary.json", "checkpoints"}
     assert {path.name for path in run.iterdir()} == files
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
     assert "loss (first -> last)" in done.out

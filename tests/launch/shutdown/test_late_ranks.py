@@ -167,17 +167,17 @@ if world.rank == 1:
 tickets.close()
 """
 
-#: Islands synchronize after the third minibatch. Rank 1 is late; rank 3 waits for its difference, others for both.
-SLEEPS_BEFORE_OUTER_STEP = """
-islands = odc_mpi.Islands(world, 2, "outer")
-model = odc_mpi.shard_model(module, world, units=[Block], islands=islands)
-loop = odc_mpi.OuterLoop(world, model, islands, sync_every=3)
+#: Islands merge after the third minibatch. Rank 1 is late; rank 3 waits for its difference, the others for both.
+SLEEPS_BEFORE_MERGE = """
+islands = odc_mpi.Islands(world, 2)
+model = odc_mpi.shard_model(module, islands.island, units=[Block])
+loop = odc_mpi.DiLoCo(islands, model, sync_every=3)
 
 
 def between(step):
     if (world.rank, step) == (1, 2):
         misbehave()
-    loop.step([1.0, 1.0])
+    loop.step(1)
 
 
 train(model, [Block() for _ in range(3)], between)
@@ -311,11 +311,11 @@ def test_a_rank_that_sleeps_is_named_by_its_island_and_by_others(tmp_path):
 @pytest.mark.library
 def test_a_rank_that_other_islands_wait_for_is_named(tmp_path):
     """Each side may be the first to report."""
-    line = the_line(tmp_path, SLEEPS_BEFORE_OUTER_STEP, ranks=4)
+    line = the_line(tmp_path, SLEEPS_BEFORE_MERGE, ranks=4)
     late = rf"rank 1 on \S+ \(island 0\), {LAST_SEEN}after synchronizing at gradients_complete"
-    waiting = r"rank 3 on \S+ \(island 1\), [^;]*, receiving the parameters of other islands"
-    own = "receiving the parameters of other islands: it waits for "
-    others = "synchronizing the islands: it waits for "
+    waiting = r"rank 3 on \S+ \(island 1\), [^;]*, waiting for the parameters of other islands"
+    own = "waiting for the parameters of other islands: it waits for "
+    others = "synchronizing the ranks of an island: it waits for "
     assert_line(f"{WAITED}(?:{own}|{others}){with_waiting(late, waiting)}", line)
 
 

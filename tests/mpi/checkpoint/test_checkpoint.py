@@ -19,10 +19,10 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.fitted import FittedCostModel
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
-from odc_mpi.training.run import train
 from odc_mpi.training.rundir import checkpointing
 from odc_mpi.training.source import FitCostModel
 from odc_mpi.training.stop import StopRequest
+from odc_mpi.training.train import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 

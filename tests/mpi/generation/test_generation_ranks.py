@@ -21,7 +21,7 @@ from odc_mpi.generation.run import generate_all
 from odc_mpi.models.export import export
 from odc_mpi.models.load import load_model
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.run import train
+from odc_mpi.training.train import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 

@@ -11,6 +11,7 @@ import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
 
 from odc_mpi.rollout.sample import PromptCompletions
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.rl import source
 from odc_mpi.training.run import build_trainer, decide
@@ -55,7 +56,9 @@ def sample_given(module, prompts, sampling, deliver, progress):
 
 def train(world, config):
     """Train; return for each step the metrics, the full gradients and the parameters before it."""
-    trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
+    trainer = build_trainer(
+        RunContext(config, world, inputs=open_inputs(config, world.rank, world.size), decision=decide(config, world))
+    )
     model, divide, gradients, steps = trainer.model, trainer.model.divide_gradients_, [], []
 
     def divide_and_keep(divisor):

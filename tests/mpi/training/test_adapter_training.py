@@ -15,8 +15,10 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.load import load_model
 from odc_mpi.training import source
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.run import build_trainer, decide, train
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.train import train
 
 pytestmark = [
     pytest.mark.mpi,
@@ -143,7 +145,7 @@ def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
 def test_frozen_parameters_cost_nothing_in_a_backward(world, dataset_path):
     config = configure(dataset_path)
     inputs = open_inputs(config, world.rank, world.size)
-    trainer = build_trainer(config, world, inputs, decide(config, world))
+    trainer = build_trainer(RunContext(config, world, inputs=inputs, decision=decide(config, world)))
     model, gradients, pushed = trainer.model, trainer.model._transport.gradients, set()
     push = gradients.push
 

@@ -17,8 +17,8 @@ from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.configuration import first_difference
 from odc_mpi.models.load import load_model
-from odc_mpi.training.resolved_settings import resolve_settings
-from odc_mpi.training.run import train
+from odc_mpi.training.start.resolved_settings import resolve_settings
+from odc_mpi.training.train import train
 
 pytestmark = [
     pytest.mark.mpi,

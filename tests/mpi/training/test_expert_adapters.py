@@ -12,9 +12,11 @@ from odc_mpi.cli.main import main
 from odc_mpi.generation.generate import SamplingParams, generate
 from odc_mpi.models.decoding import Prompt, unsharded_if_fits
 from odc_mpi.models.load import load_model
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.run import build_trainer, decide, train
-from odc_mpi.training.run_info import startup_lines
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.start.run_info import startup_lines
+from odc_mpi.training.train import train
 
 pytestmark = [
     pytest.mark.mpi,
@@ -67,7 +69,10 @@ def test_layers_before_the_first_adapter_are_not_fetched_again(world, dataset_pa
         changes |= {"lora.target_modules": "[q_proj,v_proj]", "lora.layers_to_transform": layers, "comm.prefetch": 0}
         config = configure(dataset_path, **changes, **NO_CACHE)
         inputs = open_inputs(config, world.rank, world.size)
-        trainer, fetched[layers] = build_trainer(config, world, inputs, decide(config, world)), []
+        trainer, fetched[layers] = (
+            build_trainer(RunContext(config, world, inputs=inputs, decision=decide(config, world))),
+            [],
+        )
         trainer.model.traffic.add_fetch = fetched[layers].append
         trainer.step()
         of_layers = [unit.indices[-1] for unit in trainer.model.units if not unit.is_root]  # their base parameters
@@ -84,7 +89,7 @@ def test_layers_before_the_first_adapter_are_not_fetched_again(world, dataset_pa
 def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
     config = configure(dataset_path, **GRANITE)
     inputs, decision = open_inputs(config, 0, 1), decide(config, world)
-    trainer = build_trainer(config, world, inputs, decision)
+    trainer = build_trainer(RunContext(config, world, inputs=inputs, decision=decision))
     experts = "block_sparse_moe.experts"
     line = f"all-linear left out: block_sparse_moe.router.weight, {experts}.gate_up_proj, {experts}.down_proj"
     assert f"lora    {line} (set lora.target_parameters)" in startup_lines(

@@ -14,7 +14,7 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.cli.main import main
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.load import load_model
-from odc_mpi.training.run import train
+from odc_mpi.training.train import train
 
 pytestmark = [
     pytest.mark.mpi,

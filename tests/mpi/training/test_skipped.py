@@ -10,9 +10,11 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import TrainingError
 from odc_mpi.observe.callback import Step
 from odc_mpi.training import run
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.nonfinite import NonFiniteReport
-from odc_mpi.training.run import build_trainer, decide, train
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.train import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
@@ -41,7 +43,9 @@ def same(one, other):
 def test_a_skipped_step_changes_nothing_and_the_run_recovers(world, dataset_path, max_norm):
     changes = {"optim.max_grad_norm": max_norm, "run.max_skipped_steps": 2, "run.steps": 8}
     config = configure(dataset_path, **changes)
-    trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
+    trainer = build_trainer(
+        RunContext(config, world, inputs=open_inputs(config, world.rank, world.size), decision=decide(config, world))
+    )
     trainer.callbacks.append(NonFiniteReport(config.run, world, trainer.model, trainer.objective))
     spoil(trainer, world, {2, 4, 5})
     for step, skipped in enumerate((False, True, False, True), 1):

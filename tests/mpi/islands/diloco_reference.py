@@ -1,4 +1,4 @@
-"""The outer loop in plain torch: replicas of a model in one process, each with its own part of every minibatch."""
+"""DiLoCo in plain torch: replicas of a model in one process, each with its own part of every minibatch."""
 
 import copy
 import itertools
@@ -7,14 +7,18 @@ import torch
 import torch_reference
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from odc_mpi.data.loader import Part
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.update import schedule_factor
 
 
 def island_minibatches(config, num_islands):
     """The indices of the sequences of each island in each step."""
-    batches = itertools.islice(open_inputs(config, 0, num_islands, num_islands).sequence_loader, config.run.steps)
-    return [[batch.indices[list(positions)] for positions in batch.plan.islands] for batch in batches]
+    loaders = [open_inputs(config, 0, 1, Part(island, num_islands)).sequence_loader for island in range(num_islands)]
+    return [
+        [batch.indices for batch in batches]
+        for batches in itertools.islice(zip(*loaders, strict=True), config.run.steps)
+    ]
 
 
 def fragment_numbers(parameters, num_fragments):

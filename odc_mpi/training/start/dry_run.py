@@ -17,7 +17,7 @@ from odc_mpi.api import dtypes_by_parameter
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Loader
+from odc_mpi.data.loader import Loader, Part
 from odc_mpi.data.show import show_sequences
 from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
@@ -32,10 +32,10 @@ from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
-from odc_mpi.training.resolved_settings import resolve_settings
-from odc_mpi.training.run_info import samples_per_step, unit_of_samples
 from odc_mpi.training.rundir.resume import resolve_steps
 from odc_mpi.training.settings import Config
+from odc_mpi.training.start.resolved_settings import resolve_settings
+from odc_mpi.training.start.run_info import samples_per_step, unit_of_samples
 
 #: Number of minibatches whose plans are searched for the largest microbatch.
 _NUM_MINIBATCHES = 50
@@ -70,8 +70,8 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
 
     def describe() -> None:
-        num_islands = size // _ranks_per_island(config, size, local_size) if config.islands.mode == "outer" else 1
-        inputs = open_inputs(config, 0, size, num_islands)
+        island_size = _ranks_per_island(config, size, local_size) if config.islands.mode == "outer" else size
+        inputs = open_inputs(config, 0, island_size, Part(0, size // island_size))
         base_bytes = peak_resident_bytes()
         full = resolve_steps(config, inputs)
         size_lines = _describe_size(full, inputs, size)  # before plans are inspected, which advances the loader
@@ -242,15 +242,15 @@ class _Sizes:
 
 
 def _outer_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
-    """Return the bytes of a rank's outer parameters and momentum, of their copies to save, and of a synchronization."""
+    """Return the bytes of a rank's outer parameters and momentum, of their copies to save, and of a merge."""
     islands, numel = config.islands, sizes.trained_numel
     kept = 8 + 4 * islands.error_feedback
-    saved = kept + (8 if islands.delay else 0)  # the fragment in flight, and its copy
-    # Four arrays of the fragment's elements, such as differences and means; the messages sent and received.
+    # Four arrays of the fragment's elements, such as differences and means; two messages in the window, one to show,
+    # and those of all islands.
     message = make_encoding(islands.wire).num_bytes(numel)
-    in_transit = (16 * numel + (num_islands + 2) * message) // islands.fragments
+    in_transit = (16 * numel + (num_islands + 3) * message) // islands.fragments
     # An evaluation keeps a copy of the local parameters.
-    return (kept + saved) * numel + max(in_transit, 4 * numel)
+    return 2 * kept * numel + max(in_transit, 4 * numel)
 
 
 def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:

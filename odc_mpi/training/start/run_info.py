@@ -1,16 +1,21 @@
 """Descriptions of a run: lines to print at start-up, and fields of summary.json about ranks, transport and model."""
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from typing_extensions import override
 
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
 from odc_mpi.formatting import truncate_text
+from odc_mpi.observe.callback import Callback
+from odc_mpi.observe.metrics import DETAILS, MACHINE, Metric
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.rundir.resume import ResumePoint, start_line
+from odc_mpi.training.context import RunContext
+from odc_mpi.training.rundir.resume import start_line
 from odc_mpi.training.settings import Config, default_learning_rate
 
 
@@ -25,16 +30,10 @@ def unit_of_samples(config: Config) -> str:
     return {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
 
 
-def startup_lines(
-    config: Config,
-    world: World,
-    inputs: Inputs,
-    model: ShardedModel,
-    decision: Decision,
-    resume_point: ResumePoint | None,
-    notes: Mapping[str, str],
-) -> str:
-    """Return the text to print before the first step. `notes` maps settings to remarks from `resolve_settings`."""
+def startup_lines(context: RunContext, model: ShardedModel) -> str:
+    """Return the text to print before the first step."""
+    config, world, inputs, notes = context.config, context.world, context.inputs, context.notes
+    decision, resume_point = context.decision, context.resume_point
     data, packing = config.data, inputs.model.packing
     dtype = f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     per_step = f"{unit_of_samples(config)}, {samples_per_step(config)} per step"
@@ -54,7 +53,7 @@ def startup_lines(
     saved = f"saved every {every} steps, from where the same command resumes" if every else "saved after the last step"
     lines = {
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
-        **_islands_line(config, world, model),
+        **_islands_line(context),
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
@@ -76,29 +75,28 @@ def startup_lines(
     if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
         lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
     start = start_line(config, resume_point)
-    saved_islands = resume_point.checkpoint.manifest.num_islands if resume_point else 0
-    if saved_islands and saved_islands != (model.num_islands if config.islands.mode == "outer" else 0):
-        start += (
-            f"; begins with the outer parameters and the mean of the optimizer states of its {saved_islands} islands"
-        )
+    if resume_point and "islands" in resume_point.metadata and not resume_point.continues_island(context.part):
+        start += "; begins with the merged parameters, and the optimizer state of one island"
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 
-def _islands_line(config: Config, world: World, model: ShardedModel) -> dict[str, str]:
-    if config.islands.by == "off":
+def _islands_line(context: RunContext) -> dict[str, str]:
+    if "islands" in context.notes:
+        return {"islands": context.notes["islands"]}
+    if context.config.islands.by == "off":
         return {}
-    num_islands = model.num_islands
-    if num_islands == 1:
+    if context.islands is None:
         return {"islands": "1, so the parameters are sharded over all ranks"}
-    num_ranks = world.size // num_islands
+    return {"islands": describe_islands(context.islands.size, context.islands.island.size)}
+
+
+def describe_islands(num_islands: int, num_ranks: int) -> str:
+    """Return a description of islands of `num_ranks` consecutive ranks each."""
     ranks = ", ".join(
-        f"{first}-{first + num_ranks - 1}" if num_ranks > 1 else str(first) for first in range(0, world.size, num_ranks)
+        f"{first}-{first + num_ranks - 1}" if num_ranks > 1 else str(first)
+        for first in range(0, num_islands * num_ranks, num_ranks)
     )
-    text = f"{num_islands}, each with all parameters: ranks {truncate_text(ranks, 60)}"
-    if (settings := config.islands).mode == "outer":
-        when = "at the latest " if settings.sync_when == "change" else ""
-        text += f"; trained separately, synchronized {when}every {settings.sync_every} steps in {settings.wire}"
-    return {"islands": text}
+    return f"{num_islands}, each with all parameters: ranks {truncate_text(ranks, 60)}"
 
 
 def _describe_context_parallel(sizes: KVSizes | str) -> str:
@@ -138,25 +136,41 @@ def numel(model: ShardedModel, trainable: bool | None = None) -> int:
     return sum(parameter.spec.numel for layout in layouts for parameter in layout.ranges)
 
 
-def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the fields of summary.json that describe the ranks, the transport and the model."""
-    return {
-        "world_size": world.size,
-        "num_nodes": world.num_nodes,
-        "hosts": [host for host, _ in world.layout],
-        "ranks_per_node": [count for _, count in world.layout],
-        "num_islands": model.num_islands,
-        **slurm_job(),
-        "reduction": decision.reduction.value,
-        "balance": config.data.balance,
-        "zero_copy": decision.zero_copy.value,
-        "progress": decision.progress.value,
-        "window_device": window_device.value if (window_device := decision.window_device) else "cpu",
-        "param_dtype": config.model.param_dtype,
-        "num_parameters": numel(model),
-        "num_trained_parameters": numel(model, True),
-        "device": str(model.device),
-        "mpi_library": world.mpi_library,
-        "decision": decision.to_dict(),
-        "run_dir": config.run.dir,
+@dataclass
+class RunInfo(Callback):
+    """Adds entries to the summary that describe the ranks, the transport and the model."""
+
+    config: Config
+    world: World
+    decision: Decision
+    model: ShardedModel
+
+    _values: ClassVar[Mapping[Metric, Callable[["RunInfo"], Any]]] = {
+        Metric("num_parameters", "parameters", MACHINE, "end"): lambda run: numel(run.model),
+        Metric("num_trained_parameters", "trained parameters", MACHINE, "end"): lambda run: numel(run.model, True),
+        Metric("param_dtype", "type of parameters", MACHINE, "end"): lambda run: run.config.model.param_dtype,
+        Metric("device", "device", MACHINE, "end"): lambda run: str(run.model.device),
+        Metric("world_size", "ranks", MACHINE, "end"): lambda run: run.world.size,
+        Metric("num_nodes", "nodes", MACHINE, "end"): lambda run: run.world.num_nodes,
+        Metric("hosts", "hosts", MACHINE, "end"): lambda run: [host for host, _ in run.world.layout],
+        Metric("ranks_per_node", "ranks of each node", DETAILS, "end"): lambda run: [n for _, n in run.world.layout],
+        Metric("num_islands", "islands", DETAILS, "end"): lambda run: run.model.num_islands,
+        Metric("slurm_job_id", "slurm job id", summary="end"): lambda run: slurm_job().get("slurm_job_id"),
+        Metric("slurm_restarts", "slurm restarts", summary="end"): lambda run: slurm_job().get("slurm_restarts"),
+        Metric("mpi_library", "MPI library", MACHINE, "end", row="MPI library"): lambda run: run.world.mpi_library,
+        Metric("window_device", "window memory", MACHINE, "end"): lambda run: (
+            run.decision.window_device.value if run.decision.window_device else "cpu"
+        ),
+        Metric("zero_copy", "zero-copy reads on a node", MACHINE, "end"): lambda run: run.decision.zero_copy.value,
+        Metric("reduction", "gradients travel by", MACHINE, "end"): lambda run: run.decision.reduction.value,
+        Metric("progress", "progress thread", MACHINE, "end"): lambda run: run.decision.progress.value,
+        Metric("decision", "how ranks communicate, and why", DETAILS, "end"): lambda run: run.decision.to_dict(),
+        Metric("balance", "balance of work", MACHINE, "end"): lambda run: run.config.data.balance,
+        Metric("run_dir", "run directory", MACHINE, "end", "{}", row="run directory"): lambda run: run.config.run.dir,
     }
+    metrics = tuple(_values)
+
+    @override
+    def on_train_end(self) -> dict[str, Any]:
+        values = {metric.key: compute(self) for metric, compute in self._values.items()}
+        return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,68 @@
+"""Checkpoints of a run directory, which belong to one run or to the runs of its islands (docs/islands.md).
+
+    RUN/checkpoints/step_S              of a run
+    RUN/islands/K/checkpoints/step_S    of island K, which trained apart from the others
+
+The metadata of an island's checkpoint has the entry `islands`: the number of islands (`size`), the `index` of this one,
+and the number of the last `merge` of their models. The checkpoints of all islands after the same merge form a group.
+"""
+
+from pathlib import Path
+
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, MANIFEST, read_manifest, steps_in
+from odc_mpi.errors import UserError
+from odc_mpi.islands.run_dir import ISLANDS, island_directories
+
+
+def checkpoint_directories(path: Path) -> list[Path]:
+    """Return the directories of the checkpoints in `path`, oldest first, for each island. They may be incomplete.
+
+    `path` is a run directory, its checkpoint directory, or a single checkpoint. Raises `UserError` if there are none.
+    """
+    if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
+        return [path]
+    folders = [path, *(run_dir / CHECKPOINTS for run_dir in (path, *island_directories(path)))]
+    if directories := [directory for folder in folders for directory in steps_in(folder).values()]:
+        return directories
+    raise UserError(f"no checkpoint in {path}: expected a run directory, its {CHECKPOINTS}/ or one checkpoint")
+
+
+def checkpoint_groups(path: Path) -> list[tuple[Path, ...]]:
+    """Return the checkpoints in `path`, oldest first: one directory, or the directories of all islands in order.
+
+    For `path` and errors, see `checkpoint_directories`. Directories may be incomplete or damaged. Checkpoints of an
+    island that have no counterpart on another island are omitted. For a single checkpoint of an island, returns its
+    group, or the checkpoint itself if the others are missing.
+    """
+    if checkpoint_directories(path) == [path]:
+        others = checkpoint_groups(path.parents[3]) if _islands_of(path) else []
+        return [group for group in others if path in group] or [(path,)]
+    groups: dict[object, dict[int, Path]] = {}
+    sizes: dict[object, int] = {}
+    for directory in checkpoint_directories(path):
+        islands = _islands_of(directory)
+        key = (islands["size"], islands["merge"]) if islands else directory
+        groups.setdefault(key, {})[islands["index"] if islands else 0] = directory
+        sizes[key] = islands["size"] if islands else 1
+    complete = [tuple(group[i] for i in sorted(group)) for key, group in groups.items() if len(group) == sizes[key]]
+    return sorted(complete, key=lambda group: group[0].name)
+
+
+def newest_directory(path: Path) -> Path:
+    """Return the newest complete checkpoint in `path`, that of the first island if there are islands.
+
+    If none is complete, returns the newest one. For errors, see `checkpoint_directories`.
+    """
+    groups = checkpoint_groups(path) or [tuple(checkpoint_directories(path))]
+    complete = [group for group in groups if all((directory / MANIFEST).exists() for directory in group)]
+    return (complete or groups)[-1][0]
+
+
+def _islands_of(directory: Path) -> dict[str, int] | None:
+    """Return the entry `islands` of a checkpoint's metadata, or None if it is not readable or of a run without them."""
+    if directory.parents[2].name != ISLANDS or not (directory / MANIFEST).exists():
+        return None
+    try:
+        return read_manifest(directory).metadata.get("islands")
+    except UserError:
+        return None

@@ -1,0 +1,22 @@
+"""Metrics that the callbacks of a run declare, by objective."""
+
+from odc_mpi.observe.log import RunLogger
+from odc_mpi.observe.timing import StepTimeMetrics, ThroughputMetrics
+from odc_mpi.training.evaluation import LossEvaluator
+from odc_mpi.training.objectives.grpo import GRPOObjective
+from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.rl.evaluation import RewardEvaluator
+from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.source import DatasetSource
+from odc_mpi.training.start.run_info import RunInfo
+from odc_mpi.training.update import Update
+
+
+def _declared(*callbacks):
+    return [metric for callback in (RunLogger, *callbacks) for metric in callback.metrics]
+
+
+#: Without an evaluation, as a line of `step_metrics`.
+PLAIN = _declared(SFTObjective, Update, DatasetSource, StepTimeMetrics, ThroughputMetrics, RunInfo)
+SFT = [*PLAIN, *LossEvaluator.metrics]
+GRPO = _declared(GRPOObjective, Update, RolloutSource, StepTimeMetrics, RewardEvaluator, ThroughputMetrics, RunInfo)
