@@ -18,7 +18,7 @@ MAY_SEE = {
     "runtime": set(),
     "comm": {"runtime", "islands"},
     "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
-    "checkpoint": {"shard", "islands.run_dir", "data.tokenizer", "data.encode"},
+    "checkpoint": {"shard", "islands.run_dir", "data.tokenizer", "data.encoding"},
     "probe": {"runtime", "comm"},
     "islands": set(),
     "api": {"probe", "shard", "comm", "runtime"},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.checkpoint.manifest import MANIFEST, read_manifest
-from odc_mpi.data.encode import end_of_turn_token
+from odc_mpi.data.encoding.encode import end_of_turn_token
 from odc_mpi.data.tokenizer import MODEL_CONFIG, load_files, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.files import read_settings

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.groups import read_pairs
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
-from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.plan.balance import Plan, check_fit, divide, find_strategy
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel

@@ -19,7 +19,7 @@ class Microbatch:
 
     Attributes:
         inputs: Arguments for a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence)
-            are int64 [1, T]. So are `labels`, which chunks, pairs and rollouts do not have. Labels are -100 for tokens
+            are int64 [1, T]. So are `labels`, which chunks and prompt groups do not have. Labels are -100 for tokens
             without loss and for the first token of each sequence. `cu_seq_lens_q` and `cu_seq_lens_k`, int32
             [num_sequences + 1], are the bounds of the sequences and of their keys (see `packed_inputs`). `max_length_q`
             and `max_length_k` are ints. `use_cache` is False (see `flash_attention_kwargs`).
@@ -45,13 +45,12 @@ class Microbatch:
             return self
 
         def move(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: each if name.startswith("cu_seq_lens") else move(each) for name, each in value.items()}
             # From pageable memory, a copy would wait until the GPU has run all earlier kernels.
             return value.pin_memory().to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
-        bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
-        inputs = {name: value if name in bounds else move(value) for name, value in self.inputs.items()}
-        moved = {field.name: move(getattr(self, field.name)) for field in fields(self) if field.name != "inputs"}
-        return replace(self, inputs=inputs, **moved)
+        return replace(self, **{field.name: move(getattr(self, field.name)) for field in fields(self)})
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:

@@ -24,7 +24,7 @@ from odc_mpi import __version__
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
+from odc_mpi.data.encoding.blocks import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import PreferencePair, PromptCompletion
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
+from odc_mpi.data.encoding.blocks import EncodedBlock, FilterCounts
 from odc_mpi.formatting import printable_text
 
 _MAX_SHARES = 50  # with more sources, the report omits their shares

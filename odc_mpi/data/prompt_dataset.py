@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import vocabulary_digest
-from odc_mpi.data.encode import encode_prompts
+from odc_mpi.data.encoding.encode import encode_prompts
 from odc_mpi.data.examples import Conversation, Example
 from odc_mpi.data.records.block import to_record
 from odc_mpi.data.records.fields import InvalidRecordError

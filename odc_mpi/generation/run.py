@@ -24,7 +24,7 @@ from transformers import TextStreamer
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.chat.templates import fix_time
-from odc_mpi.data.encode import encode_prompts, end_of_turn_token
+from odc_mpi.data.encoding.encode import encode_prompts, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.prompt_dataset import read_prompts
 from odc_mpi.errors import AllRanksUserError, UserError

@@ -1,1 +1,1 @@
-"""Rollouts: sampling of completions, their rewards and advantages, and packing of completions into microbatches."""
+"""Rollouts: sampling of completions, and their rewards and advantages."""

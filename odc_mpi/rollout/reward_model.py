@@ -12,7 +12,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from odc_mpi.data.chat.templates import ChatRenderer, fix_time
-from odc_mpi.data.encode import encode
+from odc_mpi.data.encoding.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError, one_line_message

@@ -12,8 +12,8 @@ from tokenizers import pre_tokenizers
 
 from odc_mpi.data import prepare as module
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.encode import Encoded
-from odc_mpi.data.encode_block import FilterCounts, SequenceFilter, _fit
+from odc_mpi.data.encoding.blocks import FilterCounts, SequenceFilter, _fit
+from odc_mpi.data.encoding.encode import Encoded
 from odc_mpi.data.prepare import PrepareOptions
 from odc_mpi.data.readers import stdlib
 from odc_mpi.data.readers.stdlib import StdlibFunction

@@ -9,7 +9,7 @@ from rich.console import Console
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset.format import ADDITIONAL_TEMPLATES
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.encode import encode_prompts
+from odc_mpi.data.encoding.encode import encode_prompts
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path, prepare
 from odc_mpi.data.show import show_sequences

@@ -1,10 +1,11 @@
-"""Data sets of pairs for tests."""
+"""Data sets of pairs, and groups of sampled completions, for tests."""
 
 import numpy as np
 import torch
 
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.data.groups import Answer, PromptGroup
 
 
 def write_pairs(path, counts, vocab_size=64, seed=0):
@@ -27,3 +28,25 @@ def answer_rows(dataset, indices):
         num_prompt, num_chosen, _ = dataset.pair_counts[index]
         yield tokens[: num_prompt + num_chosen]
         yield torch.cat([tokens[:num_prompt], tokens[num_prompt + num_chosen :]])
+
+
+def rollout_group(prompt, completions, logps=None, advantages=None, index=0):
+    """Return a group as GRPO trains on it, by default with zeros as log-probabilities and ones as advantages."""
+    logps = logps or [np.zeros(len(tokens), np.float32) for tokens in completions]
+    advantages = np.ones(len(completions)) if advantages is None else np.array(advantages)
+    answers = [
+        Answer(np.array(tokens, np.uint32), np.ones(len(tokens), np.bool_), {"logps": each, "advantage": advantage})
+        for tokens, each, advantage in zip(completions, logps, advantages, strict=True)
+    ]
+    return PromptGroup(index, np.array(prompt, np.uint32), answers)
+
+
+def random_groups(counts, vocab_size=64, seed=0):
+    """Return groups of random tokens, given the numbers of tokens of the prompt and of the answers of each."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for i, (num_prompt, *num_tokens) in enumerate(counts):
+        prompt, *answers = (rng.integers(1, vocab_size, count).tolist() for count in (num_prompt, *num_tokens))
+        logps = [rng.normal(size=count).astype(np.float32) for count in num_tokens]
+        groups.append(rollout_group(prompt, answers, logps, rng.normal(size=len(answers)), 10 * i))
+    return groups

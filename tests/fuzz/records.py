@@ -237,7 +237,7 @@ def make_tokenizer():
 
 def check(tokenizer, template, drawn):
     """Encode a record alone, and return the findings as texts, and True if the record was accepted."""
-    from odc_mpi.data.encode_block import SequenceFilter, encode_block
+    from odc_mpi.data.encoding.blocks import SequenceFilter, encode_block
     from odc_mpi.data.records.block import Block
 
     tokenizer.chat_template = template.text
@@ -341,7 +341,7 @@ def check_texts(tokenizer, rng, *, is_byte_level):
 
     If the tokens of the prompt begin those of the joined text, TRL's tokens of the completion are the rest.
     """
-    from odc_mpi.data.encode import encode
+    from odc_mpi.data.encoding.encode import encode
     from odc_mpi.data.examples import PromptCompletion
 
     prompt, completion = ("".join(rng.choices(PIECES, k=rng.randrange(low, 6))) for low in (0, 1))

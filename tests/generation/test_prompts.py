@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from odc_mpi.data.encode import encode
+from odc_mpi.data.encoding.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.tokenizer import TURN_END, train_tokenizer
 from odc_mpi.errors import UserError

@@ -1,16 +1,16 @@
 """Log-probabilities in blocks of the head are those of all logits at once, and so are their gradients."""
 
-import numpy as np
 import pytest
 import torch
 from packed_models import packed_model, plain_model
+from pair_files import rollout_group
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_mpi.data.groups import group_microbatches
 from odc_mpi.models import token_logps
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.token_logps import ChunkedLogps, LogitTransform, TokenLogps
-from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 
 TRANSFORMS = {
@@ -147,18 +147,17 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
     tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
     prompts = [Prompt(i, prompt, (3,)) for i, prompt in enumerate(tokens)]
     sample(model, prompts, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
-    ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
-    groups = [PromptGroup(i, i, prompt, made[i].tokens, made[i].logps, ones, none) for i, prompt in enumerate(tokens)]
-    batches, compute, wanted = list(pack_microbatches(groups, 200, with_all=True)), TokenLogps(model), []
-    assert len(batches) > 1 and all(batch.num_input_tokens <= 200 for batch in batches)
+    groups = [rollout_group(prompt, made[i].tokens, made[i].logps) for i, prompt in enumerate(tokens)]
+    batches, compute, wanted = list(group_microbatches(groups, 100)), TokenLogps(model), []
+    assert len(batches) > 1 and all(batch.num_input_tokens <= 100 for batch in batches)
     found = torch.cat(
         [compute(each.inputs, each.logit_positions, each.targets, temperature).logps.detach() for each in batches]
     )
-    sampled = torch.cat([batch.logps for batch in batches])
-    for group in groups:
-        for completion in group.completions:
-            ids = torch.tensor([[*group.prompt, *completion]])
-            logits = exact(input_ids=ids, use_cache=False).logits[0, len(group.prompt) - 1 : -1].double() / temperature
+    sampled = torch.cat([batch.columns["logps"] for batch in batches])
+    for i, prompt in enumerate(tokens):
+        for completion in made[i].tokens:
+            ids = torch.tensor([[*prompt, *completion]])
+            logits = exact(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / temperature
             wanted.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0].detach())
     bound = 1e-6 * torch.cat(wanted).abs().clamp(min=1.0)
     assert ((found - sampled).abs() <= bound).all()

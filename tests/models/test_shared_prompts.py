@@ -1,18 +1,18 @@
-"""Two answers that share the tokens of their prompt have the log-probabilities and gradients of two sequences."""
+"""Answers that share the tokens of their prompt have the log-probabilities and gradients of separate sequences."""
 
 import pytest
 import torch
 import transformers
-from pair_files import write_pairs
+from pair_files import random_groups
 from tiny_configurations import tiny_config
 
-from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.pairs.microbatch import as_padded_rows, read_pairs
+from odc_mpi.data.groups import as_padded_rows, pack_groups
 from odc_mpi.models import attention
 from odc_mpi.models.token_logps import TokenLogps
 
-#: Prompt, chosen and rejected answer; longer and shorter than windows and chunks, which have 8 tokens.
-COUNTS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]
+#: Prompts and answers, longer and shorter than windows and chunks, which have 8 tokens.
+PAIRS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]
+COUNTS = {"pairs": PAIRS, "groups": [(3, 4, 2, 6), (12, 3), (11, 5, 9, 5, 12), *PAIRS[2:], (2, 1, 1, 4, 1)]}
 
 
 def build(kind, implementation):
@@ -28,17 +28,14 @@ def build(kind, implementation):
     return model.eval()
 
 
-def expected_logps(model, dataset, indices):
-    """The log-probabilities of both answers of each pair, each computed as a sequence of its own."""
+def expected_logps(model, groups):
+    """The log-probabilities of the answers, each computed as a sequence of its own."""
     logps = []
-    for index in indices:
-        tokens, _ = dataset[index]
-        num_prompt, num_chosen, _ = dataset.pair_counts[index]
-        end = num_prompt + num_chosen
-        for answer in (tokens[num_prompt:end], tokens[end:]):
-            row = torch.tensor([*tokens[:num_prompt], *answer])[None]
-            logits = model(input_ids=row).logits[0, num_prompt - 1 : -1]
-            logps.append(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0])
+    for group in groups:
+        for answer in group.answers:
+            row = torch.tensor([*group.prompt.tolist(), *answer.tokens.tolist()])[None]
+            logits = model(input_ids=row).logits[0, len(group.prompt) - 1 : -1]
+            logps.append(logits.log_softmax(-1).gather(1, row[0, len(group.prompt) :, None])[:, 0])
     return torch.cat(logps)
 
 
@@ -59,25 +56,22 @@ def compare(found, expected, models):
         *((kind, "eager") for kind in ("gemma2", "mistral", "phimoe")),
     ],
 )
-def test_attention_reads_the_prompt_of_the_sequence_before(tmp_path, kind, implementation):
+@pytest.mark.parametrize("counts", COUNTS)
+def test_attention_reads_the_prompt_of_the_group(counts, kind, implementation):
     attention.register()
-    write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=512)
     models = build(kind, attention.IMPLEMENTATIONS[implementation]), build(kind, "eager")
-    with Dataset(tmp_path / "pairs.h5") as dataset:
-        indices = [1, 0, 3, 2]
-        microbatch = read_pairs(dataset, torch.tensor(indices).numpy())
-        assert microbatch.num_input_tokens == dataset.lengths[indices].sum()
-        assert torch.bincount(microbatch.answers).tolist() == [n for i in indices for n in COUNTS[i][1:]]
-        found = TokenLogps(models[0])(microbatch.inputs, microbatch.logit_positions, microbatch.targets).logps
-        compare(found, expected_logps(models[1], dataset, indices), models)
+    groups = random_groups(COUNTS[counts], vocab_size=512)
+    microbatch = pack_groups(groups)
+    assert microbatch.num_input_tokens == sum(map(sum, COUNTS[counts]))
+    assert torch.bincount(microbatch.answers).tolist() == [n for _, *lengths in COUNTS[counts] for n in lengths]
+    found = TokenLogps(models[0])(microbatch.inputs, microbatch.logit_positions, microbatch.targets).logps
+    compare(found, expected_logps(models[1], groups), models)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mamba2"])
-def test_other_models_get_a_row_per_answer(tmp_path, kind):
-    write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=512)
+def test_other_models_get_a_row_per_answer(kind):
     models = build(kind, None), build(kind, "eager")
-    with Dataset(tmp_path / "pairs.h5") as dataset:
-        for index in range(len(COUNTS)):
-            rows = as_padded_rows(read_pairs(dataset, torch.tensor([index]).numpy()))
-            found = TokenLogps(models[0])(rows.inputs, rows.logit_positions, rows.targets).logps
-            compare(found, expected_logps(models[1], dataset, [index]), models)
+    for group in random_groups(COUNTS["groups"], vocab_size=512):
+        rows = as_padded_rows(pack_groups([group]))
+        found = TokenLogps(models[0])(rows.inputs, rows.logit_positions, rows.targets).logps
+        compare(found, expected_logps(models[1], [group]), models)

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from packed_models import packed_model
-from pair_files import write_pairs
+from pair_files import rollout_group, write_pairs
 from tiny_qwen2 import SIZES
 from transformers import AutoModelForSequenceClassification, masking_utils
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.pairs.microbatch import read_pairs
-from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
+from odc_mpi.data.groups import pack_groups, read_pairs
 from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
 from odc_mpi.training.objectives.grpo import GRPOObjective
 from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
@@ -36,12 +35,6 @@ def objective_for(name, module):
     return GRPOObjective(module, rl, 1, lambda microbatch: torch.zeros(9, device="cuda"))
 
 
-def group():
-    logps = [np.zeros(4, np.float32), np.zeros(5, np.float32)]
-    completions, excluded = [[1, 2, 3, 4], [5, 6, 7, 8, 9]], np.zeros(2, bool)
-    return PromptGroup(0, 0, [4, 5, 6], completions, logps, np.array([1.0, -1.0]), excluded)
-
-
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
 def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
     # It waits once per forward, to find out whether there are several sequences.
@@ -54,7 +47,7 @@ def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
     with Dataset(tmp_path / "pairs.h5") as dataset:
         minibatch = SimpleNamespace(dataset=dataset, indices=np.arange(2), num_tokens=21)
         objective.on_step_begin(SimpleNamespace(minibatch=minibatch))
-        (rollouts,) = pack_microbatches([group()], 100, with_all=True)
+        rollouts = pack_groups([rollout_group([4, 5, 6], [[1, 2, 3, 4], [5, 6, 7, 8, 9]], advantages=[1.0, -1.0])])
         microbatch = rollouts if name == "grpo" else read_pairs(dataset, minibatch.indices)
         for mode in ("default", "error"):  # the first call compiles kernels and takes memory
             torch.cuda.set_sync_debug_mode(mode)

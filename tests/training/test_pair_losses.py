@@ -11,7 +11,7 @@ from packed_models import packed_model, plain_model
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.pairs.microbatch import read_pairs
+from odc_mpi.data.groups import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
 from odc_mpi.training.objectives.dpo import AnswerLogps, AnswerScores, PreferenceScorer, pair_loss, pair_statistics
 from odc_mpi.training.objectives.pairs import PairObjective

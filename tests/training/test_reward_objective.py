@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.pairs.microbatch import read_pairs
+from odc_mpi.data.groups import read_pairs
 from odc_mpi.data.tokenizer import END_OF_TEXT, train_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build

@@ -22,9 +22,9 @@ import torch
 from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
+from odc_mpi.data.groups import GroupMicrobatch, as_padded_rows
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.training.objectives.pairs import PairScorer, PairScores
@@ -51,7 +51,7 @@ class AnswerLogps:
     """Computes the log-probabilities of both answers in each pair under a model.
 
     If `packs` is False, each answer is in a separate row, and a microbatch must have only one pair (see
-    `data.pairs.microbatch.as_padded_rows`).
+    `data.groups.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
@@ -59,7 +59,7 @@ class AnswerLogps:
 
     def __call__(self, microbatch: Microbatch) -> AnswerScores:
         """Run the model on a microbatch of pairs whose tensors are on the model's device. One-sided."""
-        pairs = cast(PairMicrobatch, microbatch)
+        pairs = cast(GroupMicrobatch, microbatch)
         pairs = pairs if self._packs else as_padded_rows(pairs)
         scores = self._token_logps(pairs.inputs, pairs.logit_positions, pairs.targets)
         num_answers = 2 * len(pairs.indices)

@@ -16,18 +16,18 @@ from typing import ClassVar, cast
 
 import torch
 
+from odc_mpi.data.groups import GroupMicrobatch
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
-from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.recipes.grpo import GRPOConfig
 
 #: Function that returns the reference policy's log-probabilities, float32 `[K]`, of a microbatch's target tokens.
-ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
+ReferenceLogpsFn = Callable[[GroupMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
@@ -55,23 +55,23 @@ class GRPOObjective(Objective):
 
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
-        microbatch = cast(RolloutMicrobatch, microbatch)
+        microbatch = cast(GroupMicrobatch, microbatch)
         logps = self._token_logps(
             microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
         ).logps
         # The log-probabilities from sampling are those of the same policy.
-        differences = (logps.detach() - microbatch.logps).abs()
+        differences = (logps.detach() - microbatch.columns["logps"]).abs()
         statistics = [differences.sum(), differences.max()]
-        sequence = microbatch.sequence
-        per_token = -torch.exp(logps - logps.detach()) * microbatch.advantages.float()[sequence]
+        answers, advantages = microbatch.answers, microbatch.columns["advantage"].float()
+        per_token = -torch.exp(logps - logps.detach()) * advantages[answers]
         if self._reference_logps is not None:
             kl = kl_k3(logps, self._reference_logps(microbatch))
             statistics.append(kl.detach().sum())
             per_token = per_token + self._rl.beta * kl
         if self._rl.loss_type == "grpo":
-            ones = torch.ones_like(sequence, dtype=torch.float32)  # unlike `bincount`, the sum does not wait for a GPU
-            counts = ones.new_zeros(len(microbatch.advantages)).index_add(0, sequence, ones)
-            per_token = per_token / counts[sequence]
+            ones = torch.ones_like(per_token)  # unlike `bincount`, the sum does not wait for a GPU
+            counts = torch.zeros_like(advantages).index_add(0, answers, ones)
+            per_token = per_token / counts[answers]
         self.statistics = torch.stack(statistics)
         return per_token.sum()
 

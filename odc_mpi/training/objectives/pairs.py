@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
+from odc_mpi.data.groups import GroupMicrobatch, as_padded_rows, select_last_tokens
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows, select_last_tokens
 from odc_mpi.models.heads import reward_scores
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import RESULT, Metric
@@ -80,7 +80,7 @@ class RewardScorer(PairScorer):
 
     def rewards(self, microbatch: Microbatch) -> torch.Tensor:
         """Return the scores, float64 `[pairs, 2]`, at the last non-padding token of each answer. One-sided."""
-        pairs = select_last_tokens(cast(PairMicrobatch, microbatch), self._padding)
+        pairs = select_last_tokens(cast(GroupMicrobatch, microbatch), self._padding)
         pairs = pairs if self._packs else as_padded_rows(pairs)
         return reward_scores(self._module, pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
 

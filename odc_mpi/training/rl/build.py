@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from odc_mpi.api import shard_model
+from odc_mpi.data.groups import GroupMicrobatch
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import warn
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.probe.decision import Decision
-from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
@@ -68,7 +68,7 @@ def make_reference_logps(config: Config, world: World, model: ShardedModel, deci
     policy = model if has_adapters else _frozen_copy(config, world, decision)
     token_logps = TokenLogps(policy.module)
 
-    def logps(microbatch: RolloutMicrobatch) -> torch.Tensor:
+    def logps(microbatch: GroupMicrobatch) -> torch.Tensor:
         off: AbstractContextManager[None] = adapters_disabled(policy.module) if has_adapters else nullcontext()
         with off, torch.no_grad():
             return token_logps(

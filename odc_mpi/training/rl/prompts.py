@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.checkpoint.side_files import end_tokens
-from odc_mpi.data.encode import end_of_turn_token
+from odc_mpi.data.encoding.encode import end_of_turn_token
 from odc_mpi.data.loader import Minibatch, ShuffledSampler
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord

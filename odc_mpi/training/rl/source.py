@@ -15,7 +15,6 @@ the speed of each rank and change the last bits of logits and gradients.
 
 import itertools
 import json
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
+from odc_mpi.data.groups import Answer, PromptGroup, group_microbatches
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
@@ -33,7 +33,6 @@ from odc_mpi.files import warn_write_failed
 from odc_mpi.formatting import truncate_text
 from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
 from odc_mpi.observe.callback import Step
-from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
 from odc_mpi.runtime.world import World
@@ -182,8 +181,8 @@ class RolloutSource(MinibatchSource):
 
         def on_prompt_done(i: int, completions: PromptCompletions) -> None:
             group = self._score_group(positions[i], indices[i], records[i], completions)
-            if group is not None and not self._queue.publish(group.position, pickle.dumps(group)):
-                self._queue.mark_done(group.position)
+            if group is not None and not self._queue.publish(positions[i], group.to_bytes()):
+                self._queue.mark_done(positions[i])
                 self._metrics.add("groups_not_stored")
                 unpublished.append(group)
 
@@ -208,7 +207,10 @@ class RolloutSource(MinibatchSource):
     def _score_group(
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
     ) -> PromptGroup | None:
-        """Compute the rewards of a group and return it. If it has no gradient, mark it done and return None instead."""
+        """Compute the rewards of a group and return it. Answers without a gradient are omitted.
+
+        If no answer has a gradient, mark the group done and return None.
+        """
         self._note(f"computing rewards of prompt {index}")
         group_rewards = self._rewards_of(self._codec.reward_kwargs(record, completions.tokens), index)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
@@ -216,10 +218,15 @@ class RolloutSource(MinibatchSource):
         self._metrics.add_group(position, completions, group_rewards, excluded)
         if position == 0 and self._is_logged_step():
             self._logged_completions = self._log_lines(record, completions, group_rewards, advantages)
-        if not self._rl.beta and not (advantages * ~excluded).any():
+        answers = []
+        for i in np.flatnonzero(~excluded & ((advantages != 0) | (self._rl.beta > 0))):
+            tokens = np.array(completions.tokens[i], np.uint32)
+            columns = {"logps": completions.logps[i], "advantage": advantages[i]}
+            answers.append(Answer(tokens, np.ones(len(tokens), np.bool_), columns))
+        if not answers:
             self._queue.mark_done(position)
             return None
-        return PromptGroup(position, index, record.tokens, completions.tokens, completions.logps, advantages, excluded)
+        return PromptGroup(index, np.array(record.tokens, np.uint32), answers)
 
     def _log_lines(
         self, record: PromptRecord, completions: PromptCompletions, group_rewards: GroupRewards, advantages: np.ndarray
@@ -256,9 +263,7 @@ class RolloutSource(MinibatchSource):
     def _pack(self, groups: list[PromptGroup]) -> Iterator[Microbatch]:
         self._metrics.add("groups_trained", len(groups))
         for groups_of_microbatch in [[group] for group in groups] if self._exact else [groups]:
-            for microbatch in pack_microbatches(
-                groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0, packs=self._packs
-            ):
+            for microbatch in group_microbatches(groups_of_microbatch, self._max_tokens, packs=self._packs):
                 self._metrics.add("trained_tokens", microbatch.num_tokens)
                 yield microbatch
 
@@ -268,9 +273,9 @@ class RolloutSource(MinibatchSource):
         groups: list[PromptGroup] = []
         num_tokens = 0
         for _, owner, content in self._queue.claim(state.published):
-            groups.append(pickle.loads(content))
+            groups.append(PromptGroup.from_bytes(content))
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
-            num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
+            num_tokens += groups[-1].num_tokens
             if len(groups) == max_groups or num_tokens >= self._max_tokens:
                 break
         return groups

@@ -6,7 +6,7 @@ import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
 
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
-from odc_mpi.data.encode import encode, end_of_turn_token
+from odc_mpi.data.encoding.encode import encode, end_of_turn_token
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.messages import parse_messages

@@ -3,7 +3,7 @@
 import pytest
 from record_files import write_lines
 
-from odc_mpi.data.encode_block import FilterCounts
+from odc_mpi.data.encoding.blocks import FilterCounts
 from odc_mpi.data.prepare import PrepareOptions, prepare
 
 CHAT = [{"role": "user", "content": "Hi", "mood": "calm"}, {"role": "assistant", "content": "Yes.", "thinking": "Hm."}]

@@ -57,13 +57,15 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-6
 
 
-def test_one_completion_per_microbatch_gives_the_same_losses(run, monkeypatch):
-    """The model refuses a microbatch of more than one sequence."""
-    packed, _ = run("packed", rl__beta=0.1)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_shared_prompt_changes_no_loss_and_no_gradient(run, monkeypatch, beta):
+    """Compared with one completion per microbatch. In the third step, which has two prompts, a third rank has none."""
+    settings = {"rl__beta": beta, "data__max_tokens_per_microbatch": 40}
+    shared, _ = run("shared", **settings)
     monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
-    alone, _ = run("alone", rl__beta=0.1)
-    for name in ("reward", "loss", "kl", "entropy"):
-        assert [line[name] for line in alone] == pytest.approx([line[name] for line in packed], rel=1e-4, abs=1e-6)
+    alone, _ = run("alone", **settings)
+    for name in {"reward", "loss", "grad_norm", "kl", "entropy"} & shared[0].keys():
+        assert [line[name] for line in alone] == pytest.approx([line[name] for line in shared], rel=1e-6, abs=1e-6)
 
 
 def trained_groups(lines):

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 from packed_models import packed_model
+from pair_files import random_groups
+from tiny_configurations import tiny_config
+from transformers import AutoModelForCausalLM
 
+from odc_mpi.data.groups import group_microbatches
+from odc_mpi.models import attention
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
@@ -61,3 +67,41 @@ def test_sums_do_not_depend_on_the_order_of_microbatches():
         sums.append(objective.local_values())
     assert sums[0] == sums[1] == (pytest.approx(-sum(VALUES)), pytest.approx(sum(VALUES)), max(VALUES))
     assert sum(VALUES) != sum(VALUES[::-1])
+
+
+def losses_and_gradient(model, reference, rl, microbatches):
+    """The sum of the losses of microbatches, and its gradients."""
+
+    def reference_logps(microbatch):
+        with torch.no_grad():
+            return TokenLogps(reference)(microbatch.inputs, microbatch.logit_positions, microbatch.targets).logps
+
+    model.zero_grad()
+    objective, total = GRPOObjective(model, rl, 1, reference_logps if rl.beta else None), 0.0
+    for microbatch in microbatches:
+        loss = objective.loss(None, microbatch)
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt_oss"])
+def test_a_shared_prompt_changes_no_loss_and_no_gradient(kind, beta):
+    """Compared with one completion per microbatch. The window of Mistral and GPT-OSS has 8 tokens."""
+    attention.register()
+    config = tiny_config(kind)
+    config.use_cache = False
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        packed = attention.IMPLEMENTATIONS["sdpa"]
+        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=packed).eval())
+    rl = GRPOConfig(loss_type="grpo", beta=beta)
+    groups = random_groups([(20, 5, 3, 9, 5, 6), (4, 7, 12, 1), (9, 2), (1, 1, 3), (6, 8, 5, 8)], vocab_size=512)
+    alone, wanted = losses_and_gradient(*models, rl, group_microbatches(groups, 1000, packs=False))
+    for max_tokens in (1000, 40):  # the first group is split in two
+        loss, gradient = losses_and_gradient(*models, rl, group_microbatches(groups, max_tokens))
+        assert loss == pytest.approx(alone, abs=1e-6)
+        difference = torch.cat([(gradient[name] - wanted[name]).flatten() for name in wanted])
+        assert difference.norm() <= 1e-6 * torch.cat([value.flatten() for value in wanted.values()]).norm()

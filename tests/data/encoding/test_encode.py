@@ -7,7 +7,7 @@ from published_templates import with_template
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.chat.templates import ChatRenderer, fix_time
-from odc_mpi.data.encode import encode, encode_prompts
+from odc_mpi.data.encoding.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError

@@ -3,7 +3,7 @@
 import pytest
 from tiny_tokenizers import KINDS, TURN, tiny_tokenizer
 
-from odc_mpi.data.boundaries import tokenize_pairs
+from odc_mpi.data.encoding.boundaries import tokenize_pairs
 
 #: Kinds whose tokens keep all text.
 EXACT = [kind for kind in KINDS if kind not in ("t5", "wordpiece", "words")]

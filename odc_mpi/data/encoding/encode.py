@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
 from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.encoding.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError
@@ -31,7 +31,7 @@ class Encoded:
         starts_with_bos: True if the tokenizer begins plain text with the bos token.
         notes: What the report of `prepare` says about the example of the sequence, such as "ignored: `topic`". The
             report counts the examples with each note.
-        pair: Token counts for a pair of answers (see `pairs.encode`); None for other sequences.
+        pair: Token counts for a pair of answers (see `encoding.pairs`); None for other sequences.
     """
 
     tokens: npt.NDArray[np.uint32]

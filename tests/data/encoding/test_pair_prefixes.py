@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from odc_mpi.data.pairs.encode import encode_pairs
+from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
 

@@ -9,7 +9,7 @@ from record_files import write_lines
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
 from odc_mpi.data.dataset.reader import Dataset, verify_dataset
-from odc_mpi.data.pairs.encode import encode_pairs
+from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example

@@ -11,7 +11,7 @@ import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
 from tokenizers import processors
 
-from odc_mpi.data.pairs.encode import encode_pairs
+from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.records.parse import parse_example
 
 pytestmark = [

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from odc_mpi.data.dataset.format import PairCounts
-from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.encoding.encode import Encoded, encode
 from odc_mpi.data.examples import PreferencePair
 from odc_mpi.data.records.fields import InvalidRecordError
 

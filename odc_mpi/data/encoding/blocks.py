@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.chat.templates import SplitTurns
-from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.encoding.encode import Encoded, encode
+from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.examples import Example, PreferencePair
-from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.records.block import Block, to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example

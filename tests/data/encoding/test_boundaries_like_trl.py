@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_tokenizers import BOS, EOS, KINDS, TURN, tiny_tokenizer
 
-from odc_mpi.data.encode import encode, encode_prompts
-from odc_mpi.data.pairs.encode import encode_pairs
+from odc_mpi.data.encoding.encode import encode, encode_prompts
+from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.records.parse import parse_example
 
 pytestmark = [

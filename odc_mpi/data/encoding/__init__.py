@@ -1,0 +1,1 @@
+"""Tokenizing examples and pairs of answers, with loss masks, in blocks of records."""
