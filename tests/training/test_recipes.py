@@ -13,9 +13,7 @@ RECIPE_FOLDER = PACKAGE / "training" / "recipes"
 ALLOWED = {
     "training/objectives/grpo.py": {"grpo"},  # rl.loss_type
     "training/objectives/dpo.py": {"sft"},  # dpo.loss_type
-    "rollout/reward_model.py": {"reward"},
-    "report/run_figures.py": {"reward"},  # a metric
-    "report/run_report.py": {"reward"},
+    "report/run_report.py": {"reward"},  # a metric
     "training/rl/source.py": {"reward"},
     "training/rl/metrics.py": {"reward"},
 }

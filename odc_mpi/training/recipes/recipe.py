@@ -31,7 +31,7 @@ PAIR_SETTINGS: Allowed = {
 
 @dataclass(frozen=True)
 class Parts:
-    """What a recipe builds for a run. `source` is None if the run reads its minibatches from a prepared data set."""
+    """Objects that a recipe builds for a run. `source` is None if minibatches come from a prepared data set."""
 
     objective: "Objective"
     callbacks: "Sequence[Callback]" = ()
