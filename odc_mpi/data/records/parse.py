@@ -69,7 +69,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     name = "messages" if "messages" in record else "prompt"
     if name not in record:
         raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
-    if name == "prompt" and isinstance(record[name], str):
+    if name == "prompt" and not isinstance(record[name], list):
         if not is_chat(record):
             return PromptCompletion(location, text_field(record, name, location), "")
         return conversation(record, turns(record, name, "user", location), location)
