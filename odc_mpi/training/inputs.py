@@ -107,10 +107,11 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
     if config.data.eval_path is not None:
         evaluation = _open_dataset("data.eval_path", config.data.eval_path, config, meta_model)
         check_fit(evaluation.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
-        if len(evaluation) < part.count:
+        num_evaluated = min(len(evaluation), config.data.eval_sequences or len(evaluation))
+        if num_evaluated < part.count:
             raise UserError(
-                f"data.eval_path: expected a sequence for each of {part.count} islands, got {len(evaluation)}: hold "
-                "out more data, or set islands.by to larger islands"
+                f"data.eval_path: expected a sequence for each of {part.count} islands, got {num_evaluated}: hold out "
+                "more data, raise data.eval_sequences, or set islands.by to larger islands"
             )
     return Inputs(dataset, meta_model, loader, evaluation, context_parallel, part=part)
 
