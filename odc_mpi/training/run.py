@@ -151,6 +151,15 @@ def prepare_inputs(context: RunContext) -> None:
     context.config = world.run_on_all(partial(resolve_steps, config, context.inputs, resume_point))
 
 
+def delete_staged_data(config: Config, world: World) -> None:
+    """Delete the copy of the data that the batch script made, so that none is left behind, however the job ends.
+
+    All ranks of `world`, those of the job, must have opened it.
+    """
+    if world.local_rank == 0 and os.environ.get("ODC_MPI_STAGED_FILE") == config.data.path:
+        Path(config.data.path).unlink(missing_ok=True)
+
+
 def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
     names = (config.run.report_to or ()) if world.rank == 0 else ()
     # At the end, the other ranks wait for rank 0.
@@ -227,10 +236,6 @@ def _open_inputs(context: RunContext) -> Inputs:
     inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size, context.part, prompt_time))
     for setting, dataset in inputs.datasets.items():
         world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
-    # Delete the copy that the batch script made for this job. All ranks of the node have opened it, so no copy is left
-    # behind, however the job ends.
-    if world.local_rank == 0 and os.environ.get("ODC_MPI_STAGED_FILE") == config.data.path:
-        Path(config.data.path).unlink(missing_ok=True)
     return inputs
 
 

@@ -45,7 +45,7 @@ def wait_for_file(path):
 def assert_reports_and_sums(world, transport):
     reports = transport.complete_gradients(np.array([world.rank, 0.5]))
     assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
-    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [[world.size, sum(range(world.size))]]
+    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
 
 
 def random_pushes(sizes, rank, number):

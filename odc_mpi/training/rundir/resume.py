@@ -13,6 +13,7 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.data.loader import Part
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.islands.run_dir import island_directories
@@ -100,16 +101,17 @@ class DeferredErrorWeights(CheckpointWeights):
             raise self._error
 
 
-def find_resume_point(config: Config, world: World, island: int = 0) -> ResumePoint | None:
+def find_resume_point(config: Config, world: World, islands: Islands | None = None) -> ResumePoint | None:
     """Open the checkpoint from which the run starts, if any. Collective.
 
-    Of a group of checkpoints of K islands that trained apart, opens the one of island `island` modulo K.
+    `islands` are the islands of `world` that train apart, or None. Of a group of checkpoints of K islands, opens the
+    one of this rank's island modulo K, or of the first.
 
     Raises `AllRanksUserError` if a rank does not see the run directory, if `run.resume` is a path without checkpoints,
     or if no existing checkpoint is complete.
     """
     require_shared(Path(config.run.dir), world)
-    newest_in = partial(_newest, world, island)
+    newest_in = partial(_newest, world, islands)
     requested, run_dir, job = config.run.resume, Path(config.run.dir), slurm_job()
     if requested == "never" and not job.get("slurm_restarts"):
         return None
@@ -297,7 +299,9 @@ def _mismatch(setting: str, expected: Any, of_what: str, checkpoint: Checkpoint,
     )
 
 
-def _newest(world: World, island: int, candidates: Sequence[tuple[Path, ...]], advice: str) -> Checkpoint | None:
+def _newest(
+    world: World, islands: Islands | None, candidates: Sequence[tuple[Path, ...]], advice: str
+) -> Checkpoint | None:
     """Open the newest group of complete checkpoints. Each rank checks some of the files. Collective.
 
     If none is complete, the message of the `AllRanksUserError` ends with `advice`.
@@ -305,9 +309,10 @@ def _newest(world: World, island: int, candidates: Sequence[tuple[Path, ...]], a
     # Use rank 0's candidates, because a file system may show a new checkpoint to some ranks later than to others.
     candidates = world.gather_objects(list(candidates))[0]
     problems: list[str] = []
+    ranks = islands.island if islands else world  # which open the same checkpoint
     for group in reversed(candidates):
-        path = group[island % len(group)]
-        checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, world))  # type: ignore[misc]
+        path = group[islands.index % len(group) if islands else 0]
+        checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, ranks))  # type: ignore[misc]
         rank_problems = world.gather_objects(problem)
         if not any(rank_problems):
             return checkpoint

@@ -44,9 +44,10 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(world, exact, 
     _, begin = exact.train("first", world, **outer, islands__by=2, run__checkpoint_every=3)
     world.gather_objects(None)  # the other ranks have read the digest
     if world.rank == 0:
+        step = {number: f"step_{number:08d}" for number in (6, 7)}
         for island in ("0", "1"):  # as if the run had been killed
-            for step in (6, 7):
-                shutil.rmtree(exact.base / "first" / "islands" / island / "checkpoints" / f"step_{step:08d}")
+            shutil.rmtree(exact.base / "first" / "islands" / island / "checkpoints" / step[6])
+        (exact.base / "first" / "islands" / "1" / "checkpoints" / step[7] / f"{step[7]}_rank_00001.h5").unlink()
     world.gather_objects(None)
     for name, among, by in (("second", world, 2), ("third", pair, 1)):
         digest, end = exact.train(name, among, **outer, islands__by=by, run__resume=exact.base / "first")
