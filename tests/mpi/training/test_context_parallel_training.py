@@ -11,7 +11,6 @@ from odc_mpi import api
 from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.context_parallel import even_bounds
-from odc_mpi.errors import UserError
 from odc_mpi.training import run as training_run
 from odc_mpi.training import source
 from odc_mpi.training.inputs import open_inputs
@@ -127,18 +126,6 @@ def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
         attend = source.context_parallel_attention
         monkeypatch.setattr(source, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args))
     check(configured(dataset_path, **{"data.cost": "fitted"}), world, 10)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"data.balance": "lb_mini"}, r"requires data\.balance dynamic, got lb_mini"),
-        ({"model.compile": "true"}, r"requires model\.compile false, got true"),
-    ],
-)
-def test_settings_that_do_not_go_together(dataset_path, world, changes, words):
-    with pytest.raises(UserError, match=words):
-        open_inputs(configured(dataset_path, **changes), world.rank, world.size)
 
 
 @pytest.mark.sizes(3)
