@@ -50,7 +50,7 @@ def train(
         _set_threads(config, world)
         context = RunContext(config, world, stop, start_times or StartTimes(perf_counter()), notes, check_stop)
         islands = _make_islands(config, world)
-        if islands and config.islands.mode == "outer":
+        if islands and config.islands.train_apart:
             return train_apart(context, islands, stack)
         context.islands = islands
         context.resume_point = find_resume_point(config, world)

@@ -109,7 +109,7 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
     for name in ("parameters", "optimizer", "gradients"):
         assert outer[name] == pytest.approx(2 * flat[name], rel=0.02)  # padding
     # Outer parameters and momentum, their copies to save, and while merging 4 arrays and 5 messages.
-    assert outer["outer loop"] == (4 + 4 + 5) * outer["gradients"]
+    assert outer["merges of islands"] == (4 + 4 + 5) * outer["gradients"]
     uneven = sizes(MODEL, ranks=3, per_node=2)[0]
     assert "of other ranks, mapped" not in uneven  # on two nodes
     with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of 8, .* got 3$"):

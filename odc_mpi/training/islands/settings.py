@@ -49,6 +49,11 @@ class IslandsConfig:
         float, "outer: leave out differences of more than N times the usual norm; 0: off", NOT_NEGATIVE
     ] = 10.0
 
+    @property
+    def train_apart(self) -> bool:
+        """True if each island trains a model of its own."""
+        return self.by != "off" and self.mode == "outer"
+
 
 def check_islands(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if `values` (by dotted name) contradict their `islands` section. The error names `source`."""

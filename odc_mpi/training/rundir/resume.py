@@ -216,7 +216,7 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
             f"{config.run.steps}: raise run.steps or run.num_train_epochs"
         )
     changed = resume_point.changed_settings(config, _WITHOUT_EFFECT)
-    if not any(map(_islands_train_separately, (resume_point.metadata["config"], asdict(config)))):
+    if not any(map(_islands_train_apart, (resume_point.metadata["config"], asdict(config)))):
         changed = [setting for setting in changed if not setting.startswith("islands.")]
     if changed:
         raise AllRanksUserError(
@@ -232,9 +232,9 @@ def report_already_complete(resume_point: ResumePoint, config: Config, world: Wo
     return {"steps": resume_point.step}
 
 
-def _islands_train_separately(config: Mapping[str, Any]) -> bool:
+def _islands_train_apart(config: Mapping[str, Any]) -> bool:
     islands = {"by": "off", **config.get("islands", {})}
-    return islands["by"] != "off" and islands.get("mode") == "outer"
+    return islands["by"] != "off" and islands.get("mode", "hybrid") != "hybrid"
 
 
 def _list_checkpoints(run_dir: Path, timeout_s: float) -> list[tuple[Path, ...]]:

@@ -70,7 +70,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
 
     def describe() -> None:
-        island_size = _ranks_per_island(config, size, local_size) if config.islands.mode == "outer" else size
+        island_size = _ranks_per_island(config, size, local_size) if config.islands.train_apart else size
         inputs = open_inputs(config, 0, island_size, Part(0, size // island_size))
         base_bytes = peak_resident_bytes()
         full = resolve_steps(config, inputs)
@@ -158,9 +158,9 @@ def estimate_memory(
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or maps_gpus)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
     island_size = _ranks_per_island(config, num_ranks, ranks_per_node)
-    trains_separately = config.islands.mode == "outer" and island_size < num_ranks
+    train_apart = config.islands.train_apart and island_size < num_ranks
     num_islands = num_ranks // island_size
-    sizes = _Sizes.from_config(config, model, *((island_size, 1) if trains_separately else (num_ranks, num_islands)))
+    sizes = _Sizes.from_config(config, model, *((island_size, 1) if train_apart else (num_ranks, num_islands)))
     zero_copy = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if zero_copy or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     fetch_copies = gpu or not (zero_copy or shared_bytes)  # units are fetched into buffers of this rank
@@ -183,7 +183,7 @@ def estimate_memory(
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
         MemoryPart(
-            "outer loop", _outer_bytes(config, sizes, num_islands) if trains_separately else 0, optimizer_on_gpu
+            "merges of islands", _merge_bytes(config, sizes, num_islands) if train_apart else 0, optimizer_on_gpu
         ),
         MemoryPart("copy to save", sizes.saved),
         MemoryPart("fetched units", held_bytes if fetch_copies else 0, gpu),
@@ -241,8 +241,8 @@ class _Sizes:
         )
 
 
-def _outer_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
-    """Return the bytes of a rank's outer parameters and momentum, of their copies to save, and of a merge."""
+def _merge_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
+    """Return the bytes that merges add to a rank: merged parameters and momentum, copies to save, and messages."""
     islands, numel = config.islands, sizes.trained_numel
     kept = 8 + 4 * islands.error_feedback
     # Four arrays of the fragment's elements, such as differences and means; two messages in the window, one to show,
