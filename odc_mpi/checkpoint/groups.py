@@ -28,15 +28,16 @@ def checkpoint_directories(path: Path) -> list[Path]:
 
 
 def checkpoint_groups(path: Path) -> list[tuple[Path, ...]]:
-    """Return the checkpoints in `path`, oldest first: one directory, or the directories of all islands in order.
+    """Return the groups of checkpoints in `path`, oldest first.
 
-    For `path` and errors, see `checkpoint_directories`. Directories may be incomplete or damaged. Checkpoints of an
-    island that have no counterpart on another island are omitted. For a single checkpoint of an island, returns its
-    group, or the checkpoint itself if the others are missing.
+    A group is the directory of one checkpoint or, if islands train apart, of one checkpoint of each island, in order.
+    Checkpoints of islands are omitted if one is missing on another island. A checkpoint whose metadata cannot be read
+    is a group of its own. If `path` is a single checkpoint, returns only the group that contains it. For `path` and
+    errors, see `checkpoint_directories`.
     """
     if checkpoint_directories(path) == [path]:
-        others = checkpoint_groups(path.parents[3]) if _islands_of(path) else []
-        return [group for group in others if path in group] or [(path,)]
+        others = checkpoint_groups(path.absolute().parents[3]) if _islands_of(path) else []
+        return [group for group in others if path.absolute() in group] or [(path,)]
     groups: dict[object, dict[int, Path]] = {}
     sizes: dict[object, int] = {}
     for directory in checkpoint_directories(path):
@@ -53,14 +54,14 @@ def newest_directory(path: Path) -> Path:
 
     If none is complete, returns the newest one. For errors, see `checkpoint_directories`.
     """
-    groups = checkpoint_groups(path) or [tuple(checkpoint_directories(path))]
+    groups = checkpoint_groups(path) or [(directory,) for directory in checkpoint_directories(path)]
     complete = [group for group in groups if all((directory / MANIFEST).exists() for directory in group)]
     return (complete or groups)[-1][0]
 
 
 def _islands_of(directory: Path) -> dict[str, int] | None:
     """Return the entry `islands` of a checkpoint's metadata, or None if it is not readable or of a run without them."""
-    if directory.parents[2].name != ISLANDS or not (directory / MANIFEST).exists():
+    if directory.absolute().parents[2].name != ISLANDS or not (directory / MANIFEST).exists():
         return None
     try:
         return read_manifest(directory).metadata.get("islands")

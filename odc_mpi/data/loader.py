@@ -1,7 +1,7 @@
 """Loader of an endless, resumable sequence of minibatches, which yield the microbatches of a rank as tensors.
 
-All ranks construct the loader with the same arguments, except for `rank`, so they get the same minibatches and plans
-without communicating.
+All ranks that train on the same parts of minibatches construct the loader with the same arguments, except for `rank`,
+so they get the same minibatches and plans without communicating.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ from odc_mpi.errors import UserError
 
 @dataclass(frozen=True)
 class Part:
-    """Part `index` of `count` parts into which every minibatch is divided, with about equal costs."""
+    """Part `index`, from 0, of `count` parts into which every minibatch is divided, with about equal costs."""
 
     index: int
     count: int
@@ -219,7 +219,8 @@ class Loader(ShuffledSampler):
             context_parallel: True to plan with `split_longest` regardless of `balance` and `exact`. Requires `packs`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
             packs: False to put only one sequence in each microbatch.
-            part: Part of each minibatch that the `size` ranks train on. Other ranks train on the other parts.
+            part: Part of each minibatch that the `size` ranks train on. Ranks that are not counted in `size` train on
+                the other parts.
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.
@@ -240,8 +241,8 @@ class Loader(ShuffledSampler):
         super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch
         self._rank, self._size, self._part = rank, size, part
-        self._constant_cost = cost if exact else None
-        self.cost = cost
+        # Not a fitted cost, which differs between the ranks of different parts.
+        self._first_cost = self.cost = cost
 
     def __iter__(self) -> "Loader":
         return self
@@ -257,6 +258,6 @@ class Loader(ShuffledSampler):
         position, indices = super()._next_indices()
         if self._part.count == 1:
             return position, indices
-        costs = (self._constant_cost or self.cost).sequence(self._dataset.lengths[indices])
+        costs = self._first_cost.sequence(self._dataset.lengths[indices])
         number = position["data_epoch"] * self._ceil(len(self._dataset)) + position["position"] // self._num_samples
         return position, indices[divide(costs, self._part.count, number)[self._part.index]]

@@ -82,7 +82,7 @@ class Callback:
 
     @property
     def allows_saving(self) -> bool:
-        """False if a checkpoint that is due after this step must wait for a later step, in which this is True."""
+        """True if a checkpoint may be saved after this step. Otherwise, one that is due is saved after a later step."""
         return True
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
@@ -132,8 +132,9 @@ class Callback:
     def tensors(self) -> "Mapping[str, Mapping[str, torch.Tensor]]":
         """Return tensors to save in checkpoints, keyed by section and then by parameter name.
 
-        Each has the shape of this rank's slice of the trainable parameter. Tensors in the section "model" replace the
-        parameters there, for exports and other runs. A resumed run continues from those in "local", if there are any.
+        Each has the shape of this rank's slice of the trainable parameter. Tensors in the section "model" are saved
+        there instead of the parameters, for exports and other runs. Then "local" has the parameters, from which the run
+        resumes: the model reads them, not `load_tensors`.
         """
         return {}
 

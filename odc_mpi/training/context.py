@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """State that the parts of a run share while it is set up, equal on all ranks except for the inputs' loader.
+    """State that the parts of a run share while it is set up. Islands that train apart have one each.
 
     Attributes:
         config: Settings, of which more are resolved as the setup proceeds.
         world: Ranks of the run.
-        stop: Request to stop, which is active.
+        stop: Request to stop, which handles signals.
         start_times: Durations of start-up phases.
         notes: Remarks to print on settings, keyed by setting, and further start-up lines ("islands", "start").
         check_stop: Function that raises an error on all ranks if a stop was requested. Collective.
-        islands: Islands that share the model, or None.
+        islands: Islands that share one model (hybrid sharding), or None.
         part: Part of each minibatch and of the held-out data on which the run works.
         prints: True if rank 0 prints the start-up lines and the progress.
         add_callbacks: Function that adds callbacks to the trainer before its state is restored. Collective.

@@ -220,7 +220,8 @@ def build_trainer(context: RunContext) -> Trainer:
     if isinstance(model.gradient_format, FixedPointGradients):
         callbacks.append(ExponentCallback(model.gradient_format, objective.loss_normalizer))
     update = Update(model, optimizer, config)
-    completed_steps = resume_point.step if resume_point else 0
+    # An island that had finished when others were stopped takes its last step again, with the next minibatch.
+    completed_steps = min(resume_point.step, config.run.steps - 1) if resume_point else 0
     trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)
     context.add_callbacks(trainer)
     if resume_point:

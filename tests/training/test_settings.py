@@ -314,7 +314,7 @@ def test_files_that_are_not_yaml(write, text, line, reason):
         (["--model.config.a=1", "--model.config.a.b=1"], "command line: --model.config.a.b: expected model.config.a"),
         (["--islands.by", "0"], "command line: islands.by: expected off or node or an integer, 1 or more, got 0"),
         (["--islands.by", "node", "--run.objective", "grpo", "--data.path", "p.jsonl", "--rl.reward_funcs", "f"],
-         "islands.by: expected off with run.objective grpo, got node: completions are exchanged"),
+         "islands.by: expected off with run.objective grpo, got node: ranks train on"),
         (["--data.context_parallel=auto"], "data.balance: expected dynamic with data.context_parallel auto, got"),
         (["--data.context_parallel=auto", "--data.balance=dynamic", "--model.compile"],
          "model.compile: expected false with data.context_parallel auto, got true"),

@@ -26,8 +26,10 @@ class Header(NamedTuple):
     """Numbers that an island sends with a difference.
 
     Attributes:
-        amount, age: Loss tokens or pairs, and steps, of the island since it last sent the fragment.
-        until: Number of the last merge that is to follow without further training, or 0.
+        amount: Number of loss tokens or pairs on which the island has trained since it last sent the fragment.
+        age: Number of steps that the island has taken since then.
+        until: Number of the merge up to which merges follow at once, without further steps. A number that is not above
+            that of this merge has no effect.
         stops, has_finished: 1 if the island was asked to stop, and if it has taken its last step, otherwise 0.
         checksum: Checksum of the rank's outer parameters and momentum of the fragment before the merge.
     """

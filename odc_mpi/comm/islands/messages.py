@@ -1,4 +1,4 @@
-"""Numbered messages between the ranks of a column, which proceed at different speeds.
+"""Numbered messages between ranks that proceed at different speeds: those of a column (see `comm.islands.islands`).
 
     show      write a message into this rank's own memory, and announce it to the other ranks      does not wait
     fetch     start to read the messages that other ranks have announced                           does not wait
@@ -6,10 +6,10 @@
 
 Each rank has the same parts in the window, in int64 elements:
 
-    [ per rank: number of announced messages | per rank: number in its last request | one slot per message, twice ]
+    [ for each rank, how many messages it has announced | for each rank, the number that it requested | 2 slots ]
 
-A rank reuses the slot of message n for message n + 2, which it shows after `receive` has returned message n + 1 of all
-ranks. A rank shows message n + 1 after it has received message n of all ranks. So no rank still reads the slot.
+Message n is in slot n mod 2. A rank overwrites it with message n + 2 only after it has received message n + 1 of all
+ranks. Each of these had received message n of all ranks before, so none still reads the slot.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ class MessageWindow:
         column.on_close(self.close)
 
     def show(self, message: np.ndarray) -> None:
-        """Show this rank's next message, a uint8 array `[n]`, to the other ranks. One-sided."""
+        """Show this rank's next message to the other ranks: uint8 `[n]`, with the same n on all ranks. One-sided."""
         self._number += 1
         self._received = np.zeros((self._column.size, -(-message.size // 8)), dtype=np.int64)
         self._received.view(np.uint8)[self._column.rank, : message.size] = message
@@ -76,7 +76,7 @@ class MessageWindow:
             self.fetch()
             return not self._pending
 
-        what = "waiting for the parameters of other islands"
+        what = "waiting for other islands"
         self._column.set_status(what)
         with self._column.deadline(what, self._pending):
             self._window.flush()

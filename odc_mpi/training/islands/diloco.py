@@ -37,9 +37,10 @@ from odc_mpi.training.stop import StopRequest
 class DiLoCo(Callback):
     """Merges the models of islands that train apart (DiLoCo and Streaming DiLoCo, docs/islands.md).
 
-    Construction is collective over all islands. Each island shards a model of its own over its ranks. Call `step` after
-    each step of the optimizer, and `finish` after the last one, before `model.publish()`. Islands may take steps at
-    different speeds and in different numbers: they wait for each other only when they apply a fragment.
+    Construction is collective over all islands. Each island shards a model of its own over its ranks. Between each step
+    of the optimizer and `model.publish()`, call `step`, and after the last one also `finish`. As a callback, it makes
+    these calls itself. Islands may take steps at different speeds and in different numbers: they wait for each other
+    only when they apply a fragment.
 
     Args:
         islands: At least two islands.
@@ -55,8 +56,8 @@ class DiLoCo(Callback):
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. If this is 0, only
             non-finite differences are left out.
         rule: Rule that also asks for a merge of all fragments when the island's gradient norm changes, or None.
-        num_steps: Number of steps after which the callback calls `finish`.
-        stop: Request to stop. If it reaches a rank, all islands merge all fragments, and stop.
+        num_steps: For the callback: number of steps after which it calls `finish`.
+        stop: For the callback: request to stop. If it reaches a rank, all islands merge all fragments, and stop.
 
     Raises:
         UserError: There is only one island, the model's slices are not fp32, or the combination of `sync_every`,
@@ -129,7 +130,7 @@ class DiLoCo(Callback):
                 differences are weighted by the sums of these numbers since the fragment was last sent.
 
         Returns:
-            The merged result of the merges, or None if there were none.
+            The result of all merges after this step, or None if there were none to which an island contributed.
 
         Raises:
             TrainingError: The same island was left out three times in a row, or outer parameters differ between
@@ -153,11 +154,12 @@ class DiLoCo(Callback):
         return merge_results(results)
 
     def finish(self) -> MergeResult | None:
-        """Set the outer and local parameters to the weighted mean of all islands' local parameters.
+        """Wait for the last steps of all islands, and set all parameters to the weighted mean of the local ones.
 
         Call this once, after the last `step` and before `model.publish()`. Until all islands have called it, this
-        island takes part in their merges. The outer optimizer is not used at the end, because its momentum is meant for
-        the differences of `sync_every` steps. Collective over the island.
+        island takes part in their merges, with a weight of 0. The outer optimizer is not used at the end, because its
+        momentum is meant for the differences of `sync_every` steps. If the islands stop, there is no such mean.
+        Collective over the island.
         """
         results = [self._apply()] if self._is_in_flight else []
         num_averaged = 0

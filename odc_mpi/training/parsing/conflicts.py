@@ -13,7 +13,7 @@ Allowed: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 
 @dataclass(frozen=True)
 class Conflicts:
-    """Settings of which only the values in `allowed` are supported if `applies_to` is True for a value of `setting`."""
+    """Settings of which only the values in `allowed` are supported if `applies_to` holds for that of `setting`."""
 
     setting: str
     applies_to: Callable[[Any], bool]

@@ -78,7 +78,7 @@ class GRPO(Recipe):
         "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),
         "data.cost": (("flops",), _UNKNOWN_LENGTHS),
         "data.context_parallel": (("off",), _UNKNOWN_LENGTHS),
-        "islands.by": (("off",), "completions are exchanged between all ranks"),
+        "islands.by": (("off",), "ranks train on completions of all others, also of those in other islands"),
     }
     allowed_if_exact: ClassVar = {
         "run.device": (

@@ -50,7 +50,7 @@ class Recipe(ABC):
         allowed: Settings of which the recipe supports only some values, as in `Conflicts`.
         allowed_if_exact: Further such settings if `run.exact` is set.
         trains_routers: True if the loss can include the auxiliary loss of routers.
-        claims_work: True if ranks claim work from each other with any value of `data.balance`.
+        claims_work: True if ranks claim work from each other, whatever `data.balance` is.
         counts_flops: True if the FLOPs of a step follow from the lengths of its sequences.
     """
 

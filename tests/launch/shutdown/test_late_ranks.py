@@ -313,8 +313,8 @@ def test_a_rank_that_other_islands_wait_for_is_named(tmp_path):
     """Each side may be the first to report."""
     line = the_line(tmp_path, SLEEPS_BEFORE_MERGE, ranks=4)
     late = rf"rank 1 on \S+ \(island 0\), {LAST_SEEN}after synchronizing at gradients_complete"
-    waiting = r"rank 3 on \S+ \(island 1\), [^;]*, waiting for the parameters of other islands"
-    own = "waiting for the parameters of other islands: it waits for "
+    waiting = r"rank 3 on \S+ \(island 1\), [^;]*, waiting for other islands"
+    own = "waiting for other islands: it waits for "
     others = "synchronizing the ranks of an island: it waits for "
     assert_line(f"{WAITED}(?:{own}|{others}){with_waiting(late, waiting)}", line)
 
