@@ -89,12 +89,11 @@ def test_layers_before_the_first_adapter_are_not_fetched_again(world, dataset_pa
 def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
     config = configure(dataset_path, **GRANITE)
     inputs, decision = open_inputs(config, 0, 1), decide(config, world)
-    trainer = build_trainer(RunContext(config, world, inputs=inputs, decision=decision))
+    context = RunContext(config, world, inputs=inputs, decision=decision)
+    trainer = build_trainer(context)
     experts = "block_sparse_moe.experts"
     line = f"all-linear left out: block_sparse_moe.router.weight, {experts}.gate_up_proj, {experts}.down_proj"
-    assert f"lora    {line} (set lora.target_parameters)" in startup_lines(
-        config, world, inputs, trainer.model, decision, None, {}
-    )
+    assert f"lora    {line} (set lora.target_parameters)" in startup_lines(context, trainer.model)
     trainer.model.close()
 
 
