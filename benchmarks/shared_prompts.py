@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from odc_mpi.training.rl.settings import GRPOConfig
 
 from odc_mpi.api import shard_model
 from odc_mpi.bench.measure import header, interleaved, ratio, slowest_s
@@ -37,6 +36,7 @@ from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.objectives.grpo import GRPOObjective
+from odc_mpi.training.recipes.grpo import GRPOConfig
 
 SHARED, UNSHARED = "shared", "unshared"
 #: Options and their default values. `--groups` counts the groups of a rank in a step.
