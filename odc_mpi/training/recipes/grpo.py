@@ -1,7 +1,7 @@
 """GRPO, and the section `rl` of the settings. Settings that TRL's `GRPOConfig` has have the same names and defaults."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from typing_extensions import override
@@ -99,6 +99,19 @@ class GRPO(Recipe):
     @override
     def describe_samples(self, config: "Config") -> str:
         return f"{super().describe_samples(config)} with {config.rl.num_generations} completions each"
+
+    @override
+    def resolve_paths(self, config: "Config", resolve: Callable[..., Any]) -> "Config":
+        functions = config.rl.reward_funcs and [
+            resolve(spec, "rl.reward_funcs") if "/" in spec and ":" not in spec else spec
+            for spec in config.rl.reward_funcs
+        ]
+        tokenizer = resolve(config.rl.tokenizer, "rl.tokenizer", weights=False)
+        return replace(config, rl=replace(config.rl, tokenizer=tokenizer, reward_funcs=functions))
+
+    @override
+    def compares_with_base(self, config: "Config") -> bool:
+        return bool(config.rl.beta) and config.lora.r is None
 
     @override
     def check(self, values: Mapping[str, Any], source: str) -> None:

@@ -1,7 +1,7 @@
 """`Recipe`: all that one training objective needs. Recipes import torch and models only when they build a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -106,6 +106,18 @@ class Recipe(ABC):
     def describe_samples(self, config: "Config") -> str:
         """Return a description of the samples of a step, such as "pairs, 16 per step"."""
         return f"{self.unit}, {self.samples_per_step(config)} per step"
+
+    def resolve_paths(self, config: "Config", resolve: Callable[..., Any]) -> "Config":
+        """Replace the names of Hub models in the recipe's section with directories. Collective.
+
+        `resolve` returns the directory for a path or name, given its setting. With `weights=False`, it does not
+        download weights.
+        """
+        return config
+
+    def compares_with_base(self, config: "Config") -> bool:
+        """Return True if training reads the model in `model.path` in each start of the run."""
+        return False
 
     def adapt_model(self, meta_model: "MetaModel", dataset: "Dataset") -> None:  # noqa: B027
         """Adapt a model without weights to a prepared data set."""

@@ -23,6 +23,7 @@ from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
+from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_directory, reopen_run_directory
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors, require_shared
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
@@ -288,7 +289,8 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"{config.data.path}: set data.path to the same data; or {_START_OVER_HINT}"
         )
     reference = saved["model"]["path"]
-    if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
+    has_moved = Path(reference or "").name != Path(config.model.path or "").name
+    if has_moved and recipe_of(config).compares_with_base(config):
         raise _mismatch("model.path", reference, "the reference policy of", checkpoint, config.model.path)
 
 

@@ -95,12 +95,8 @@ def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None])
         return None if value is None else resolve_model_path(value, setting, **options)
 
     path = resolve(config.model.path, "model.path")
-    tokenizer = resolve(config.rl.tokenizer, "rl.tokenizer", weights=False)
-    functions: Any = config.rl.reward_funcs and [
-        resolve(spec, "rl.reward_funcs") if "/" in spec and ":" not in spec else spec for spec in config.rl.reward_funcs
-    ]
-    rl = replace(config.rl, tokenizer=tokenizer, reward_funcs=functions)
-    return replace(config, model=replace(config.model, path=path), rl=rl)
+    config = replace(config, model=replace(config.model, path=path))
+    return recipe_of(config).resolve_paths(config, resolve)
 
 
 def _continue_run(config: Config) -> Config:
