@@ -14,7 +14,7 @@ from odc_mpi.files import write_text_durable
 
 ISLANDS = "islands"
 #: Metrics whose values on the islands are added. Of most others, the mean is taken.
-_SUMS = {"num_tokens", "num_input_tokens", "tokens_per_s", "groups_not_stored"}
+_SUMS = {"num_tokens", "num_input_tokens", "tokens_per_s"}
 #: Metrics that are means over loss tokens.
 _TOKEN_MEANS = {"loss", "mean_token_accuracy", "entropy"}
 #: Metrics that describe a rank of one island.

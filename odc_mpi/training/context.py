@@ -28,7 +28,7 @@ class RunContext:
         world: Ranks of the run.
         stop: Request to stop, which handles signals.
         start_times: Durations of start-up phases.
-        notes: Remarks to print on settings, keyed by setting, and further start-up lines ("islands", "start").
+        notes: Remarks to print on settings, keyed by setting, and the start-up line "islands".
         check_stop: Function that raises an error on all ranks if a stop was requested. Collective.
         islands: Islands that share one model (hybrid sharding), or None.
         part: Part of each minibatch and of the held-out data on which the run works.

@@ -34,7 +34,8 @@ def train(
     Raises:
         AllRanksUserError: The settings, data and model do not match or differ between ranks, or a file cannot be used.
         UserError: A reward function failed on this rank.
-        DamageFoundError: A sequence could not be read. The last complete step, if any, is saved.
+        DamageFoundError: A sequence could not be read. The last complete step, if any, is saved, unless islands train
+            apart, which save only after merges.
         TrainingError: Too many consecutive steps (with `run.detect_anomaly`, a single step) had non-finite gradients,
             or the last checkpoint could not be written.
         StoppedError: The run was stopped on request. If training had begun, a checkpoint was saved.
