@@ -8,6 +8,8 @@ command line, the metrics that callbacks declare, and the docstrings of the publ
 
 import argparse
 import dataclasses
+import importlib
+import pkgutil
 import re
 import shutil
 import sys
@@ -16,13 +18,14 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import odc_mpi
+import odc_mpi.training
 from odc_mpi.cli.main import parser
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.metrics import GROUPS
 from odc_mpi.training.objectives.pairs import PairScorer
 from odc_mpi.training.parsing import aliases
 from odc_mpi.training.parsing.setting_types import format_value, type_signature
-from odc_mpi.training.run import Config  # with all callbacks
+from odc_mpi.training.settings import Config
 
 ROOT = Path(__file__).parents[1]
 #: Names of the reference beside those of the package root, by topic.
@@ -70,6 +73,9 @@ def stage(folder: Path) -> None:
 def metrics() -> Iterator[str]:
     """Yield the page of all metrics that callbacks declare, a table for each group."""
     yield from ("# Metrics", "", "In the files of a run directory. [More about some of them](../metrics.md).")
+    # Recipes import their callbacks only when they build a run.
+    for module in pkgutil.walk_packages(odc_mpi.training.__path__, "odc_mpi.training."):
+        importlib.import_module(module.name)
     labels: dict[tuple[str, ...], list[str]] = {}
     kinds: list[type] = [Callback, PairScorer]
     for kind in kinds:
