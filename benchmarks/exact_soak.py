@@ -55,9 +55,9 @@ class Way(NamedTuple):
 def train_slowed(arguments):
     """Train as a rank, with a random delay in each microbatch and each generation."""
     from odc_mpi.cli.main import main as odc_mpi
-    from odc_mpi.training.objectives.grpo import GRPOObjective
-    from odc_mpi.training.objectives.sft import SFTObjective
-    from odc_mpi.training.rl.source import RolloutSource
+    from odc_mpi.training.recipes.grpo.objective import GRPOObjective
+    from odc_mpi.training.recipes.grpo.source import RolloutSource
+    from odc_mpi.training.recipes.sft.objective import SFTObjective
 
     def slow(instance, name):
         method = getattr(instance, name)

@@ -30,7 +30,7 @@ from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.recipes.grpo import GRPOConfig
-from odc_mpi.training.rl import source as rl_source
+from odc_mpi.training.recipes.grpo import source as rl_source
 from odc_mpi.training.settings import Config
 
 #: About half of the completions match, of random numbers and of English text.

@@ -31,12 +31,12 @@ from odc_mpi.api import shard_model
 from odc_mpi.bench.measure import header, interleaved, ratio, slowest_s
 from odc_mpi.data.groups import Answer, GroupMicrobatch, PromptGroup, group_microbatches
 from odc_mpi.models.build import from_config
-from odc_mpi.models.token_logps import TokenLogps
+from odc_mpi.models.token_logps import TokenLogps, TokenScores
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.training.objectives.grpo import GRPOObjective
 from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.grpo.objective import GRPOObjective
 
 SHARED, UNSHARED = "shared", "unshared"
 #: Options and their default values. `--groups` counts the groups of a rank in a step.
@@ -109,11 +109,11 @@ def measure(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.shard_parameters(), lr=LEARNING_RATE)
     token_logps, rl = TokenLogps(model.module), GRPOConfig(beta=0.1 if arguments.beta else 0.0)
 
-    def reference_logps(microbatch: GroupMicrobatch) -> torch.Tensor:
+    def reference(*inputs: Any) -> TokenScores:
         with torch.no_grad():  # the cost is that of a reference policy
-            return token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets).logps
+            return token_logps(*inputs)
 
-    objective = GRPOObjective(model.module, rl, arguments.groups, reference_logps if rl.beta else None)
+    objective = GRPOObjective(model.module, rl, arguments.groups, reference if rl.beta else None)
     groups = random_groups(arguments, world.rank)
 
     def train(name: str) -> Step:

@@ -92,7 +92,7 @@ PRIVATE = {
     "_keys_to_ignore_on_save": {"models.weights.conversion"},
     "past_key_values": {"models.decoding"},
     "_check_received_keys": {"models.configuration"},
-    "_disable_adapters": {"training.rl.build"},
+    "_disable_adapters": {"training.reference_policy"},
 }
 #: Files of a folder, besides `__init__`: more are split into folders.
 MAX_FILES = 13

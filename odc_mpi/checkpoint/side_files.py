@@ -86,11 +86,11 @@ class SideFiles:
 def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[str, bytes]:
     """Read the tokenizer files of a run with the configuration `config`, and return their contents, keyed by file name.
 
-    The files come from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
-    model's directory (`base`, by default `model.path`). The result is empty if no location has tokenizer files.
+    The files come from the first of these locations that has tokenizer files: `data.path`, a setting named `tokenizer`
+    in any section, and the model's directory (`base`, by default `model.path`). The result is empty if none has any.
     """
-    rl_tokenizer = config.get("rl", {}).get("tokenizer")
-    candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
+    tokenizers = [section["tokenizer"] for section in config.values() if "tokenizer" in section]
+    candidates = [config["data"]["path"], *tokenizers, base or config["model"]["path"]]
     return next((files for candidate in candidates if candidate and (files := _tokenizer_files(Path(candidate)))), {})
 
 

@@ -1,4 +1,4 @@
-"""Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics for held-out pairs.
+"""Evaluation between training steps: its schedule, and forward passes over held-out data. Recipes define the metrics.
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
 microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results. All
@@ -6,13 +6,10 @@ loss tokens have the same weight. (The `Trainer` of transformers weights a batch
 """
 
 import itertools
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,14 +21,11 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
-from odc_mpi.models.token_logps import TokenLogps
-from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
+from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import RESULT, SPEED, Metric
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs, initial_cost_model
-from odc_mpi.training.objectives.pairs import EXTREMES, PairScorer
-from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
 from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
@@ -152,60 +146,3 @@ class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):
     def close(self) -> None:
         """Close the held-out data set."""
         self._forward_pass.dataset.close()
-
-
-class PairEvaluator(HeldOutEvaluator[PairScorer]):
-    """Reports a `PairScorer`'s loss and statistics on held-out pairs. Their names have the prefix `eval_`."""
-
-    metrics = (*HeldOutEvaluator.metrics, Metric("eval_NAME", "held-out mean of the metric NAME of pairs", RESULT))
-
-    def __init__(self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, scorer: PairScorer) -> None:
-        super().__init__(run, model, forward_pass, scorer)
-        self.metrics = (
-            *HeldOutEvaluator.metrics,
-            *(_held_out(each) for each in scorer.metrics if each.key in scorer.statistics),
-        )
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the loss and the statistics over the held-out pairs. Collective."""
-        rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
-        # In the order of the pairs, whichever rank computed which pair.
-        _, *columns = zip(*rows, strict=True)
-        names = ("loss", *self._scorer.statistics)
-        return {f"eval_{name}": EXTREMES.get(name, fmean)(column) for name, column in zip(names, columns, strict=True)}
-
-    def _score(self, microbatch: Microbatch) -> list[list[float]]:
-        """Return the index, the loss and the statistics of each pair."""
-        scores = self._scorer(self._minibatch, microbatch)
-        values = torch.cat([scores.losses[:, None], scores.statistics], 1).tolist()
-        return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
-
-
-def _held_out(metric: Metric) -> Metric:
-    """Return the declaration for held-out pairs. That of the accuracy, which `odc-mpi watch` shows, is summarized."""
-    held_out = replace(metric, key=f"eval_{metric.key}", label=f"held-out {metric.label}", column=None)
-    shown = replace(held_out, summary="start final", summary_key="eval_accuracy", row="eval accuracy")
-    return replace(shown, column=("eval acc", 8)) if "watch" in metric.views else held_out
-
-
-class LossEvaluator(HeldOutEvaluator[TokenLogps]):
-    """Computes the model's loss, perplexity and token accuracy on held-out sequences."""
-
-    metrics = (
-        *HeldOutEvaluator.metrics,
-        Metric("eval_perplexity", "held-out perplexity", RESULT, "final", "perplexity {:,.4g}", row="eval loss"),
-        Metric("eval_mean_token_accuracy", "share of held-out loss tokens that were the most likely", RESULT),
-    )
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective."""
-        num_tokens = self._minibatch.num_tokens
-        losses, counts = zip(*self._forward_pass.run(self._minibatch, self._score), strict=True)
-        loss, accuracy = sum(losses) / num_tokens, sum(counts) / num_tokens
-        perplexity = math.inf if loss > 709 else math.exp(loss)  # exp(710) overflows
-        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_mean_token_accuracy": accuracy}
-
-    def _score(self, microbatch: Microbatch) -> tuple[float, int]:
-        scores = self._scorer(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
-        loss = round_for_exact_sum(-float(scores.logps.sum()), MAX_EXACT_LOSS * self._minibatch.num_tokens)
-        return loss, int(scores.is_top.sum())

@@ -9,10 +9,9 @@ import torch
 from odc_mpi.checkpoint.side_files import read_tokenizer_files
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
-from odc_mpi.data.chat.templates import fix_time
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import WHOLE, Loader, Part
+from odc_mpi.data.loader import WHOLE, Loader, Part, ShuffledSampler
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prompt_dataset import PromptDataset
@@ -22,14 +21,13 @@ from odc_mpi.models import build as models
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.context_parallel_attention import attention_shape
 from odc_mpi.models.heads import CAUSAL_LM, Task
-from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
+from odc_mpi.models.load import find_checkpoint, load_start
 from odc_mpi.training.recipes import names_for, recipe_of
-from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
 #: Name of the tokenizer file in a transformers model directory.
 _TOKENIZER = "tokenizer.json"
-#: Data set of a run: sequences, or prompts for GRPO.
+#: Data set of a run: prepared sequences, or prompts.
 TrainingData = Dataset | PromptDataset
 
 
@@ -39,7 +37,7 @@ class Inputs:
 
     dataset: TrainingData
     model: models.MetaModel
-    loader: Loader | PromptLoader
+    loader: ShuffledSampler
     evaluation: TrainingData | None = None
     #: Sizes of the key and value buffers, a string that explains why no sequence can be split, or None if
     #: `data.context_parallel` is off.
@@ -57,7 +55,7 @@ class Inputs:
 
     @property
     def sequence_loader(self) -> Loader:
-        """Loader of sequences. Raises `UserError` if the objective is GRPO, whose loader yields prompts instead."""
+        """Loader of sequences. Raises `UserError` if the objective trains on prompts instead."""
         if isinstance(self.loader, Loader):
             return self.loader
         raise UserError(f"run.objective: expected {names_for('sequences')}, which trains on sequences: set it to that")
@@ -84,7 +82,7 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
             "model.config.output_router_logits to false"
         )
     if recipe.data == "prompts":
-        return _open_prompts(config, _with_adapters(meta_model, config), prompt_time)
+        return recipe.open_prompts(config, _with_adapters(meta_model, config), prompt_time)
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
     recipe.adapt_model(meta_model, dataset)
     context_parallel = _plan_context_parallel(config, meta_model, dataset, size)
@@ -137,45 +135,6 @@ def _plan_context_parallel(
     return KVSizes(num_layers, token_numel * (2 if narrow else 4), max_chunk_tokens, longest - 1)
 
 
-def _open_prompts(config: Config, meta_model: models.MetaModel, prompt_time: str | None) -> Inputs:
-    """Open the prompts, and check that they match the model and that completions fit in a microbatch."""
-    setting, tokenizer_path = (
-        ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
-    )
-    assert tokenizer_path is not None, "config.load requires one of them"
-    tokenizer = _load_tokenizer(Path(tokenizer_path), setting)
-    if prompt_time:
-        fix_time(tokenizer, prompt_time)
-    prompts, evaluation = (
-        None
-        if path is None
-        else _validate_prompts(setting, PromptDataset(path, tokenizer, setting), config, meta_model)
-        for setting, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
-    )
-    assert prompts is not None, "config.load requires data.path"
-    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed)
-    return Inputs(prompts, meta_model, loader, evaluation, prompt_time=prompt_time)
-
-
-def _validate_prompts(
-    setting: str, prompts: PromptDataset, config: Config, meta_model: models.MetaModel
-) -> PromptDataset:
-    _check_vocabulary(setting, prompts, config.model, meta_model)
-    index, length = int(prompts.lengths.argmax()), config.rl.max_completion_length
-    longest = int(prompts.lengths[index])
-    positions = getattr(meta_model.module.config, "max_position_embeddings", None)
-    for name, limit in (
-        ("the model's max_position_embeddings", positions),
-        ("data.max_tokens_per_microbatch", config.data.max_tokens_per_microbatch),
-    ):
-        if limit is not None and longest + length > limit:
-            raise UserError(
-                f"rl.max_completion_length: {prompts.locations[index]}: a prompt of {longest} tokens and a completion "
-                f"of {length} exceed {name}, {limit}: lower it, remove the prompt, or raise the limit"
-            )
-    return prompts
-
-
 def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
     dataset, recipe = Dataset(path, setting), recipe_of(config)
     has_pairs = recipe.data == "pairs"
@@ -188,7 +147,7 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
             f"set it to {names_for('pairs')}, or prepare the chosen answers alone, with --columns messages=chosen, or "
             "completion=chosen for texts with a prompt"
         )
-    _check_vocabulary(setting, dataset, config.model, meta_model)
+    check_vocabulary(setting, dataset, config.model, meta_model)
     longest = dataset.num_positions
     positions = getattr(meta_model.module.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
@@ -216,7 +175,8 @@ def _vocabulary_remedy(remedy: str, path: str | None, size: int) -> str:
     return f"{remedy}, or save the model after resize_token_embeddings({size}) of transformers"
 
 
-def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
+def check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
+    """Raise `UserError` if the tokens in a data set are not those of the model."""
     path = model.path
     tokenizer = _find_tokenizer(Path(path)) if path is not None and dataset.vocabulary else None
     action, remedy = "prepared", "prepare it with the model's own tokenizer"
@@ -244,13 +204,6 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
             f"{setting}: {dataset.path} was {action} with a tokenizer that differs from that in model.path, {path}: "
             f"{remedy}"
         )
-
-
-def _load_tokenizer(path: Path, setting: str) -> Any:
-    if checkpoint := find_checkpoint(path):
-        with checkpoint:
-            return load_run_tokenizer(checkpoint, remedy="rl.tokenizer")
-    return load_tokenizer(path, setting)
 
 
 def _find_tokenizer(path: Path) -> Any:

@@ -2,11 +2,11 @@
 
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.timing import StepTimeMetrics, ThroughputMetrics
-from odc_mpi.training.evaluation import LossEvaluator
-from odc_mpi.training.objectives.grpo import GRPOObjective
-from odc_mpi.training.objectives.sft import SFTObjective
-from odc_mpi.training.rl.evaluation import RewardEvaluator
-from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.recipes.grpo.evaluation import RewardEvaluator
+from odc_mpi.training.recipes.grpo.objective import GRPOObjective
+from odc_mpi.training.recipes.grpo.source import RolloutSource
+from odc_mpi.training.recipes.sft.evaluation import LossEvaluator
+from odc_mpi.training.recipes.sft.objective import SFTObjective
 from odc_mpi.training.source import DatasetSource
 from odc_mpi.training.start.run_info import RunInfo
 from odc_mpi.training.update import Update

@@ -9,8 +9,8 @@ from odc_mpi.cli import main as cli
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.metrics import RESULT, Metric, read_declarations
-from odc_mpi.training.objectives.sft import SFTObjective
-from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.recipes.grpo.source import RolloutSource
+from odc_mpi.training.recipes.sft.objective import SFTObjective
 from odc_mpi.training.update import Update
 
 TEMPERATURE = Metric("heat", "temperature", RESULT, "first last", "{:.1f} K", ("heat", 7), "heat", "watch tile")

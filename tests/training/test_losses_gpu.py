@@ -12,13 +12,15 @@ from transformers import AutoModelForSequenceClassification, masking_utils
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.groups import pack_groups, read_pairs
-from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
-from odc_mpi.training.objectives.grpo import GRPOObjective
-from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
-from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.preferences.answer_logps import AnswerLogps
+from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.dpo import DPOConfig
+from odc_mpi.training.recipes.dpo.scorer import PreferenceScorer
 from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.grpo.objective import GRPOObjective
 from odc_mpi.training.recipes.reward import RewardConfig
+from odc_mpi.training.recipes.reward.scorer import RewardScorer
+from odc_mpi.training.recipes.sft.objective import SFTObjective
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

@@ -13,9 +13,10 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
-from odc_mpi.training.objectives.dpo import AnswerLogps, AnswerScores, PreferenceScorer, pair_loss, pair_statistics
-from odc_mpi.training.objectives.pairs import PairObjective
+from odc_mpi.training.preferences.answer_logps import AnswerLogps, AnswerScores
+from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.dpo import DPOConfig, LossType
+from odc_mpi.training.recipes.dpo.scorer import PreferenceScorer, pair_loss, pair_statistics
 
 # Of the libraries of TRL.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]

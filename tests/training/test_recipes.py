@@ -9,14 +9,8 @@ from odc_mpi.training.settings import all_settings
 
 PACKAGE = Path(__file__).parents[2] / "odc_mpi"
 RECIPE_FOLDER = PACKAGE / "training" / "recipes"
-#: Uses of an equal word that is no objective: a loss, a section of the settings, a metric.
-ALLOWED = {
-    "training/objectives/grpo.py": {"grpo"},  # rl.loss_type
-    "training/objectives/dpo.py": {"sft"},  # dpo.loss_type
-    "report/run_report.py": {"reward"},  # a metric
-    "training/rl/source.py": {"reward"},
-    "training/rl/metrics.py": {"reward"},
-}
+#: Uses of an equal word that is no objective.
+ALLOWED = {"report/run_report.py": {"reward"}}  # a metric
 
 
 def test_each_value_of_the_setting_is_a_recipe():
@@ -54,12 +48,21 @@ def test_no_other_module_asks_for_an_objective():
 
 
 def test_only_the_settings_import_a_single_recipe_and_no_recipe_imports_another():
-    for path in (PACKAGE / "training").rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         imported = {
-            node.module.rpartition(".")[2]
+            node.module.split(".")[3]
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("odc_mpi.training.recipes.")
         }
-        name = str(path.relative_to(PACKAGE / "training"))
-        if name not in ("settings.py", "recipes/__init__.py") and not name.startswith(("rl/", "objectives/", "pairs/")):
-            assert imported <= {"recipe"}, name
+        folder = path.parent.name if RECIPE_FOLDER in path.parents[1:] else ""
+        if str(path.relative_to(PACKAGE)) not in ("training/settings.py", "training/recipes/__init__.py"):
+            assert imported <= {"recipe", folder}, path
+
+
+def test_no_other_module_reads_the_section_of_a_recipe():
+    sections = {recipe.section for recipe in RECIPES.values() if recipe.section}
+    for path in PACKAGE.rglob("*.py"):
+        if RECIPE_FOLDER not in path.parents:
+            read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            keys = {word for word in decisive_words(ast.parse(path.read_text())) if word in sections}
+            assert not (read & sections) and not keys - ALLOWED.get(str(path.relative_to(PACKAGE)), set()), path

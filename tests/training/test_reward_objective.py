@@ -20,8 +20,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.configuration import full_configuration
 from odc_mpi.models.heads import REWARD
-from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
+from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.reward import RewardConfig
+from odc_mpi.training.recipes.reward.scorer import RewardScorer
 
 # Of the libraries of TRL.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]

@@ -1,4 +1,4 @@
-"""Training objectives. Each is a recipe in a module of its own, listed here."""
+"""Training objectives. Each is a recipe in a folder of its own, listed here."""
 
 from typing import TYPE_CHECKING, Literal
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from odc_mpi.observe.callback import Callback
     from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
+    from odc_mpi.training.inputs import Inputs
     from odc_mpi.training.loop import MinibatchSource, Objective
     from odc_mpi.training.settings import Config
 
@@ -121,6 +122,10 @@ class Recipe(ABC):
 
     def adapt_model(self, meta_model: "MetaModel", dataset: "Dataset") -> None:  # noqa: B027
         """Adapt a model without weights to a prepared data set."""
+
+    def open_prompts(self, config: "Config", meta_model: "MetaModel", prompt_time: str | None) -> "Inputs":
+        """Return the inputs of a recipe whose `data` are prompts. `prompt_time` is that of `Inputs`."""
+        raise NotImplementedError(f"expected a recipe for prompts, got {self.name}")
 
     @abstractmethod
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:

@@ -10,7 +10,7 @@ from pair_files import write_pairs
 from small_run import write_config
 from transformers import AutoModelForCausalLM
 
-from odc_mpi.training.pairs.reference import BLOCK, FILE
+from odc_mpi.training.recipes.dpo.reference import BLOCK, FILE
 
 #: Several blocks of reference log-probabilities.
 NUM_PAIRS = 3 * BLOCK + 5

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import AllRanksUserError, StoppedError
 from odc_mpi.models import families, token_logps
-from odc_mpi.training.pairs import reference as reference_module
+from odc_mpi.training.recipes.dpo import reference as reference_module
 from odc_mpi.training.stop import StopRequest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]

@@ -7,8 +7,8 @@ import pytest
 from exact_runs import ExactRuns
 from grpo_job import make_settings
 
-from odc_mpi.training.objectives.grpo import GRPOObjective
-from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.recipes.grpo.objective import GRPOObjective
+from odc_mpi.training.recipes.grpo.source import RolloutSource
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 

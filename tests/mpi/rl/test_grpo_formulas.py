@@ -13,7 +13,7 @@ from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_promp
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.rl import source
+from odc_mpi.training.recipes.grpo import source
 from odc_mpi.training.run import build_trainer, decide
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]

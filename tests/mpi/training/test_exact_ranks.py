@@ -9,7 +9,7 @@ from exact_runs import ExactRuns
 from small_training import assert_like_plain, configure
 
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.recipes.sft.objective import SFTObjective
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
 

@@ -16,9 +16,9 @@ from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
-from odc_mpi.training.objectives.grpo import GRPOObjective, kl_k3, loss_normalizer
 from odc_mpi.training.recipes.grpo import GRPOConfig
-from odc_mpi.training.rl.metrics import RolloutMetrics
+from odc_mpi.training.recipes.grpo.metrics import RolloutMetrics
+from odc_mpi.training.recipes.grpo.objective import GRPOObjective, kl_k3, loss_normalizer
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])
@@ -72,12 +72,12 @@ def test_sums_do_not_depend_on_the_order_of_microbatches():
 def losses_and_gradient(model, reference, rl, microbatches):
     """The sum of the losses of microbatches, and its gradients."""
 
-    def reference_logps(microbatch):
+    def reference_scores(*arguments):
         with torch.no_grad():
-            return TokenLogps(reference)(microbatch.inputs, microbatch.logit_positions, microbatch.targets).logps
+            return TokenLogps(reference)(*arguments)
 
     model.zero_grad()
-    objective, total = GRPOObjective(model, rl, 1, reference_logps if rl.beta else None), 0.0
+    objective, total = GRPOObjective(model, rl, 1, reference_scores if rl.beta else None), 0.0
     for microbatch in microbatches:
         loss = objective.loss(None, microbatch)
         loss.backward()

@@ -70,6 +70,13 @@ class Reward(Recipe):
 
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
-        from odc_mpi.training.pairs.build import build_reward
+        from odc_mpi.training.evaluation import held_out_pass
+        from odc_mpi.training.preferences.evaluation import PairEvaluator
+        from odc_mpi.training.preferences.pairs import PairObjective
+        from odc_mpi.training.recipes.reward.scorer import RewardScorer
 
-        return build_reward(context, model)
+        config, inputs = context.config, context.inputs
+        model.eval()  # disables dropout, as in TRL
+        scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
+        held_out = held_out_pass(config, context.world, model, inputs)
+        return Parts(PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else [])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
 
-#: Losses for a pair; see `training.objectives.dpo`.
+#: Losses for a pair; see `dpo.scorer`.
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
 _BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
 
@@ -74,6 +74,6 @@ class DPO(Recipe):
 
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
-        from odc_mpi.training.pairs.build import build_dpo
+        from odc_mpi.training.recipes.dpo.build import build_dpo
 
         return build_dpo(context, model, optimizer)

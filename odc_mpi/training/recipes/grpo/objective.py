@@ -11,7 +11,6 @@ reference policy. The sum of the gradients is divided by a number that is known 
 If beta is 0, a group whose rewards are all equal has no gradient. It is not trained on, but counts in the normalizer.
 """
 
-from collections.abc import Callable
 from typing import ClassVar, cast
 
 import torch
@@ -25,9 +24,7 @@ from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.recipes.grpo import GRPOConfig
-
-#: Function that returns the reference policy's log-probabilities, float32 `[K]`, of a microbatch's target tokens.
-ReferenceLogpsFn = Callable[[GroupMicrobatch], torch.Tensor]
+from odc_mpi.training.reference_policy import ReferenceFn
 
 
 class GRPOObjective(Objective):
@@ -42,11 +39,11 @@ class GRPOObjective(Objective):
     )
 
     def __init__(
-        self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None
+        self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference: ReferenceFn | None = None
     ) -> None:
         self._token_logps = TokenLogps(module)
-        self._rl, self._reference_logps = rl, reference_logps
-        kl = () if reference_logps is None else ("grpo_kl",)
+        self._rl, self._reference = rl, reference
+        kl = () if reference is None else ("grpo_kl",)
         self.gathered_names = ("grpo_loss", "logp_difference", "logp_difference_max", *kl)
         max_completions = num_groups * rl.num_generations
         self.loss_normalizer = loss_normalizer(
@@ -56,16 +53,15 @@ class GRPOObjective(Objective):
     def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
         microbatch = cast(GroupMicrobatch, microbatch)
-        logps = self._token_logps(
-            microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
-        ).logps
+        arguments = microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
+        logps = self._token_logps(*arguments).logps
         # The log-probabilities from sampling are those of the same policy.
         differences = (logps.detach() - microbatch.columns["logps"]).abs()
         statistics = [differences.sum(), differences.max()]
         answers, advantages = microbatch.answers, microbatch.columns["advantage"].float()
         per_token = -torch.exp(logps - logps.detach()) * advantages[answers]
-        if self._reference_logps is not None:
-            kl = kl_k3(logps, self._reference_logps(microbatch))
+        if self._reference is not None:
+            kl = kl_k3(logps, self._reference(*arguments).logps)
             statistics.append(kl.detach().sum())
             per_token = per_token + self._rl.beta * kl
         if self._rl.loss_type == "grpo":

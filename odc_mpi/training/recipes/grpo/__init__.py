@@ -20,8 +20,10 @@ from odc_mpi.training.recipes.recipe import Parts, Recipe
 if TYPE_CHECKING:
     import torch
 
+    from odc_mpi.models.build import MetaModel
     from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
+    from odc_mpi.training.inputs import Inputs
     from odc_mpi.training.settings import Config
 
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -136,7 +138,13 @@ class GRPO(Recipe):
             )
 
     @override
+    def open_prompts(self, config: "Config", meta_model: "MetaModel", prompt_time: str | None) -> "Inputs":
+        from odc_mpi.training.recipes.grpo.inputs import open_prompts
+
+        return open_prompts(config, meta_model, prompt_time)
+
+    @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
-        from odc_mpi.training.rl.build import build_grpo
+        from odc_mpi.training.recipes.grpo.build import build_grpo
 
         return build_grpo(context, model)

@@ -39,8 +39,14 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.loop import MinibatchSource
-from odc_mpi.training.rl.metrics import ROLLOUT_METRICS, RolloutMetrics
-from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, RewardsFn, longest_first_batches, predict_lengths
+from odc_mpi.training.recipes.grpo.metrics import ROLLOUT_METRICS, RolloutMetrics
+from odc_mpi.training.recipes.grpo.prompts import (
+    PromptCodec,
+    PromptLoader,
+    RewardsFn,
+    longest_first_batches,
+    predict_lengths,
+)
 from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
 

@@ -21,7 +21,7 @@ from odc_mpi.files import atomic_write
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.training.evaluation import ForwardPass
-from odc_mpi.training.objectives.dpo import AnswerLogps
+from odc_mpi.training.preferences.answer_logps import AnswerLogps
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"

@@ -1,4 +1,4 @@
-"""Functions that build the objective and the evaluation for a run on pairs of answers."""
+"""Building the parts of a DPO run."""
 
 import hashlib
 import json
@@ -12,10 +12,12 @@ from odc_mpi.models.configuration import full_configuration, significant_setting
 from odc_mpi.observe.callback import Callback
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
-from odc_mpi.training.objectives.dpo import AnswerLogps, PreferenceScorer
-from odc_mpi.training.objectives.pairs import PairObjective, RewardScorer
-from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
+from odc_mpi.training.evaluation import ForwardPass, held_out_pass
+from odc_mpi.training.preferences.answer_logps import AnswerLogps
+from odc_mpi.training.preferences.evaluation import PairEvaluator
+from odc_mpi.training.preferences.pairs import PairObjective
+from odc_mpi.training.recipes.dpo.reference import NeededPairs, ReferenceLogps
+from odc_mpi.training.recipes.dpo.scorer import PreferenceScorer
 from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.rundir.checkpointing import state_digest
 
@@ -54,12 +56,3 @@ def build_dpo(context: RunContext, model: ShardedModel, optimizer: torch.optim.O
     if held_out:
         callbacks.append(PairEvaluator(config.run, model, held_out, scorers[1]))
     return Parts(PairObjective(scorers[0]), callbacks)
-
-
-def build_reward(context: RunContext, model: ShardedModel) -> Parts:
-    """Build the objective and, if there is held-out data, the evaluator for training a reward model. Collective."""
-    config, inputs = context.config, context.inputs
-    model.eval()  # disables dropout, as in TRL
-    scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
-    held_out = held_out_pass(config, context.world, model, inputs)
-    return Parts(PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else [])

@@ -15,7 +15,7 @@ from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sam
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import PeriodicEvaluator
-from odc_mpi.training.rl.prompts import PromptCodec, RewardsFn, longest_first_batches
+from odc_mpi.training.recipes.grpo.prompts import PromptCodec, RewardsFn, longest_first_batches
 from odc_mpi.training.settings import Config
 
 #: Number of ranks that an exact run assumes for its batch sizes so that they do not depend on the actual number.

@@ -1,1 +1,0 @@
-"""Training objectives: supervised fine-tuning, DPO, reward models and GRPO."""

@@ -1,0 +1,1 @@
+"""What recipes for preferences share: log-probabilities of answers, and training and evaluation on pairs."""

@@ -1,0 +1,65 @@
+"""The reference policy of an objective: the model before the training, which stays available during the training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from odc_mpi.api import shard_model
+from odc_mpi.models.build import MetaModel
+from odc_mpi.models.token_logps import TokenLogps, TokenScores
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.context import RunContext
+from odc_mpi.training.inputs import build_model
+
+#: Function that computes log-probabilities of tokens under the reference policy, with the arguments of `TokenLogps`.
+ReferenceFn = Callable[..., TokenScores]
+
+
+def reference_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
+    """Return a one-sided function that computes log-probabilities under the reference policy. Collective.
+
+    The reference policy is the model with adapters disabled or, without adapters, a frozen copy of the initial model.
+    """
+    has_adapters = context.config.lora.r is not None
+    policy = model if has_adapters else _frozen_copy(context)
+    token_logps = TokenLogps(policy.module)
+
+    def score(*args: Any) -> TokenScores:
+        off: AbstractContextManager[None] = adapters_disabled(policy.module) if has_adapters else nullcontext()
+        with off, torch.no_grad():
+            return token_logps(*args)
+
+    return score
+
+
+def _frozen_copy(context: RunContext) -> ShardedModel:
+    config = context.config
+    meta_model: MetaModel = context.world.run_on_all(lambda: build_model(config.model, config.run.seed))
+    meta_model.module.requires_grad_(False)
+    return shard_model(
+        meta_model.module,
+        context.world,
+        param_dtype=getattr(torch, config.model.param_dtype),
+        prefetch=config.comm.prefetch,
+        weights=meta_model.weights,
+        decision=context.decision,
+        parameter_cache_bytes=config.comm.parameter_cache_bytes,
+        gradient_cache_bytes=0,
+        device=config.run.device,
+    ).eval()
+
+
+@contextmanager
+def adapters_disabled(module: Any) -> Iterator[None]:
+    """Context manager that disables a model's adapters. Unlike peft's, it does not change `requires_grad`."""
+    layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was

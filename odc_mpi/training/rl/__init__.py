@@ -1,1 +1,0 @@
-"""Training with GRPO: settings, microbatch source, evaluation and metrics."""
