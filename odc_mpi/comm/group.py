@@ -70,12 +70,17 @@ class Group:
         # Each collective has its own communicator. A rank that skips a collective therefore waits in the next one until
         # the deadline, whose message names it, instead of receiving the numbers of another collective.
         with self.world.collective("duplicating the communicator"):
-            self._gradients_comm, self._norm_comm, self._publish_comm = (self.world.comm.Dup() for _ in range(3))
+            self._comms = [self.world.comm.Dup() for _ in range(4)]
+        self._values_comm, self._gradients_comm, self._norm_comm, self._publish_comm = self._comms
         if self._wants_progress:
             from odc_mpi.comm.progress import ProgressThread
 
             self._progress = ProgressThread(self.world, self.world.progress.run_tasks)
         self.parameters_published()
+
+    def gather_values(self, values: np.ndarray) -> np.ndarray:
+        """Gather float64 values of all ranks, each `[k]`, into an array `[size, k]`. Collective."""
+        return self._allgather(self._values_comm, values, "synchronizing at values_gathered")
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
         """Gather the float64 reports of all ranks, each `[k]`, into an array `[size, k]`. Collective."""
@@ -102,7 +107,7 @@ class Group:
                 self._progress.close()
             for storage in reversed(storages):
                 storage.free()
-            for comm in (self._gradients_comm, self._norm_comm, self._publish_comm):
+            for comm in self._comms:
                 comm.Free()
             if self._islands is not None:
                 self._islands.close()

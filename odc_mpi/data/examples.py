@@ -1,7 +1,9 @@
-"""Training examples: texts, conversations, and pairs of answers."""
+"""Training examples: texts, conversations, pairs of answers, and answers with labels."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from odc_mpi.data.dataset.format import Kind
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,7 @@ class PromptCompletion:
         completion: Text to train on; empty if the prompt is used for generation.
     """
 
+    kind: ClassVar[Kind] = "sequences"
     location: str
     prompt: str
     completion: str
@@ -36,6 +39,7 @@ class Conversation:
         ignored: Descriptions of what the record contains and this conversation does not, for the report.
     """
 
+    kind: ClassVar[Kind] = "sequences"
     location: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -69,6 +73,7 @@ class PreferencePair:
     If there is no prompt, the text that both completions begin with serves as the prompt.
     """
 
+    kind: ClassVar[Kind] = "pairs"
     chosen: Example
     rejected: Example
 
@@ -81,3 +86,22 @@ class PreferencePair:
     def has_loss(self) -> bool:
         """True if the model is trained on both answers."""
         return self.chosen.has_loss and self.rejected.has_loss
+
+
+@dataclass(frozen=True)
+class LabeledAnswer:
+    """A prompt with one answer, and whether the answer is desirable. `answer` contains the prompt."""
+
+    kind: ClassVar[Kind] = "labels"
+    answer: Example
+    is_desirable: bool
+
+    @property
+    def location(self) -> str:
+        """File and line of the record, for error messages."""
+        return self.answer.location
+
+    @property
+    def has_loss(self) -> bool:
+        """True if the answer is not empty."""
+        return self.answer.has_loss

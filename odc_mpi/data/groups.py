@@ -1,7 +1,7 @@
 """A prompt with its answers, and microbatches of such groups, in which the tokens of each prompt are computed once.
 
-A pair for DPO or reward models is a group of two answers: the chosen one and the rejected one. For GRPO, the answers
-are sampled completions.
+A pair is a group of two answers, the chosen one and the rejected one. An answer with a label is a group of its own.
+In a rollout, the answers are sampled completions.
 """
 
 import json
@@ -99,16 +99,20 @@ class GroupMicrobatch(Microbatch):
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> GroupMicrobatch:
-    """Read the pairs at `indices`, a nonempty int64 `[num_pairs]` array, as a microbatch."""
-    assert dataset.pair_counts is not None
-    groups = []
-    for index in indices.tolist():
-        tokens, loss_mask = dataset[index]
-        bounds = dataset.pair_counts[index, :2].cumsum()
-        (prompt, *answers), (_, *loss_masks) = np.split(tokens, bounds), np.split(loss_mask, bounds)
-        groups.append(PromptGroup(index, prompt, list(map(Answer, answers, loss_masks))))
-    return pack_groups(groups)
+def read_group(dataset: Dataset, index: int) -> PromptGroup:
+    """Read a pair, or a prompt with its answer. The answer has a column `label`, a bool: whether it is desirable."""
+    tokens, loss_mask = dataset[index]
+    columns = {name: values[index] for name, values in dataset.columns.items()}
+    label = {"label": np.array(columns["label"] == 1)} if "label" in columns else {}
+    bounds = np.cumsum([columns[name] for name in ("num_prompt_tokens", "num_chosen_tokens") if name in columns])
+    (prompt, *answers), (_, *loss_masks) = np.split(tokens, bounds), np.split(loss_mask, bounds)
+    parts = zip(answers, loss_masks, strict=True)
+    return PromptGroup(index, prompt, [Answer(answer, loss, label) for answer, loss in parts])
+
+
+def read_groups(dataset: Dataset, indices: npt.NDArray[np.int64]) -> GroupMicrobatch:
+    """Read the pairs or the answers with labels at `indices`, a nonempty int64 `[n]` array, as a microbatch."""
+    return pack_groups([read_group(dataset, index) for index in indices.tolist()])
 
 
 def group_microbatches(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.groups import read_pairs
+from odc_mpi.data.groups import read_groups
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
 from odc_mpi.data.plan.balance import Plan, check_fit, divide, find_strategy
 from odc_mpi.data.plan.context_parallel import split_longest
@@ -107,7 +107,7 @@ class Minibatch:
 
 
 def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    return (read_microbatch if dataset.pair_counts is None else read_pairs)(dataset, indices)
+    return (read_microbatch if dataset.kind == "sequences" else read_groups)(dataset, indices)
 
 
 class ShuffledSampler:

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from odc_mpi import __version__
-from odc_mpi.data.dataset.format import vocabulary_digest
+from odc_mpi.data.dataset.format import Kind, vocabulary_digest
 from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encoding.blocks import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import PreferencePair, PromptCompletion
+from odc_mpi.data.examples import LabeledAnswer, PreferencePair, PromptCompletion
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.records.block import Block
@@ -50,6 +50,11 @@ from odc_mpi.formatting import printable_text, truncate_text
 
 _WORTH_PROCESSES = 32 << 20  # bytes of text; with less, one process is nearly done before others start
 _MAX_NAMES = 3
+_KINDS: dict[Kind, str] = {
+    "sequences": "an example without chosen and rejected, and without a boolean label",
+    "pairs": "a pair of answers",
+    "labels": "an answer with a label",
+}
 _MAX_PROCESSES = 1024
 
 
@@ -199,7 +204,7 @@ def _write(
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
     shares = [[source.name, 0, 0] for source in plan.sources]
     report = plan.report({"vocab_size": len(tokenizer), "shares": shares}, num_proc=num_proc)
-    kinds: dict[bool, str] = {}
+    kinds: dict[Kind, str] = {}
     with ExitStack() as stack:
         names = printable_text(", ".join(Path(source.name).name for source in plan.sources))
         attributes: dict[str, Any] = {
@@ -222,7 +227,7 @@ def _write(
             report.add_block(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):
                 for sequence in sequences:
-                    writer.append(sequence.tokens, sequence.loss_mask, sequence.pair)
+                    writer.append(sequence.tokens, sequence.loss_mask, sequence.columns)
         _check_counts([writer.num_sequences for writer in writers], plan, report)
         counts = report.finish(*writers)
         for writer in writers:
@@ -237,15 +242,14 @@ def _check_skipped(message: str, options: PrepareOptions) -> None:
         raise UserError(f"{message}. To skip such lines, use --bad-lines skip")
 
 
-def _check_kinds(kinds: dict[bool, str], block: EncodedBlock) -> None:
-    """Raise a `UserError` if pairs are mixed with other examples. Adds `block.kinds` to those of earlier blocks."""
-    for is_pair, location in block.kinds.items():
-        kinds.setdefault(is_pair, location)
-        if len(kinds) > 1:
-            names = {True: "a pair of answers", False: "an example without chosen and rejected"}
+def _check_kinds(kinds: dict[Kind, str], block: EncodedBlock) -> None:
+    """Raise a `UserError` if examples of several kinds are mixed. Adds `block.kinds` to those of earlier blocks."""
+    for kind, location in block.kinds.items():
+        kinds.setdefault(kind, location)
+        if other := next((each for each in kinds if each != kind), None):
             raise UserError(
-                f"{location}: got {names[is_pair]}, but {kinds[not is_pair]} is {names[not is_pair]}: "
-                "prepare them separately, or select the fields with --columns"
+                f"{location}: got {_KINDS[kind]}, but {kinds[other]} is {_KINDS[other]}: prepare them separately, or "
+                "select the fields with --columns"
             )
 
 
@@ -287,8 +291,11 @@ class _Reader:
                 except InvalidRecordError as error:
                     _check_skipped(str(error), self._options)
                     continue
-                both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
-                for each in both:
+                if isinstance(example, PreferencePair):
+                    answers = [example.chosen, example.rejected]
+                else:
+                    answers = [example.answer if isinstance(example, LabeledAnswer) else example]
+                for each in answers:
                     if isinstance(each, PromptCompletion):
                         yield from (each.prompt, each.completion)
                     else:

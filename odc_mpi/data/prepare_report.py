@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from odc_mpi.data.dataset.format import Kind
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encoding.blocks import EncodedBlock, FilterCounts
 from odc_mpi.formatting import printable_text
 
 _MAX_SHARES = 50  # with more sources, the report omits their shares
+_OF_WRITER = (
+    *("kind", "num_sequences", "num_tokens", "num_trained_tokens", "num_prompt_tokens", "num_desirable", "longest"),
+)
 #: Fields of `PrepareReport` that depend on the call, and are not stored in the data set.
 _NOT_STORED = ("path", "tokenizer", "trained_on", "chat_template", "eval_path", "folders", "elapsed_s", "num_proc")
 
@@ -26,6 +30,7 @@ class PrepareReport(FilterCounts):
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
+        num_desirable: Number of answers with the label true.
         shares: Name, number of sequences and number of loss tokens of each source, with held-out sequences included.
             Empty unless there are 2 to 50 sources.
         folders: A line of text about the files in each source that is a folder.
@@ -43,6 +48,8 @@ class PrepareReport(FilterCounts):
     chat_template: Path | None = None
     eval_path: Path | None = None
     num_prompt_tokens: int = 0
+    num_desirable: int = 0
+    kind: Kind = "sequences"
     num_eval_sequences: int = 0
     num_eval_trained_tokens: int = 0
     shares: list[list[Any]] = field(default_factory=list)
@@ -60,7 +67,7 @@ class PrepareReport(FilterCounts):
 
     def finish(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
         """Copy the data sets' sizes from the writers, and return the counts to store in the data sets, by name."""
-        for name in ("num_sequences", "num_tokens", "num_trained_tokens", "num_prompt_tokens", "longest"):
+        for name in _OF_WRITER:
             setattr(self, name, getattr(writer, name))
         self.num_eval_sequences = sum(each.num_sequences for each in held_out)
         self.num_eval_trained_tokens = sum(each.num_trained_tokens for each in held_out)
@@ -88,6 +95,8 @@ class PrepareReport(FilterCounts):
         tokens = f"{self.num_tokens:,} tokens ({self.num_trained_tokens:,} loss tokens"
         if self.num_prompt_tokens:
             tokens += f", {self.num_prompt_tokens / self.num_tokens:.0%} in prompts, which both answers share"
+        if self.kind == "labels":
+            tokens += f", {self.num_desirable:,} answers desirable"
         lines = []
         if self.elapsed_s is None:
             lines.append(f"{self.path}: up to date (same sources, options and versions)")
@@ -118,7 +127,7 @@ class PrepareReport(FilterCounts):
 
     @property
     def _unit(self) -> str:
-        return "pairs" if self.num_prompt_tokens else "sequences"
+        return {"sequences": "sequences", "pairs": "pairs", "labels": "labeled answers"}[self.kind]
 
     def _describe_shares(self) -> list[str]:
         all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1

@@ -30,8 +30,9 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
     with Dataset(path) as dataset:
         for i in itertools.takewhile(lambda i: i < len(dataset), indices):
             tokens, loss_mask = dataset[i]
-            unit = "sequence" if dataset.pair_counts is None else "pair"
-            text = Text(f"\n{unit} {i}: {len(tokens):,} tokens, {loss_mask[1:].sum():,} with loss\n")
+            unit = "pair" if dataset.kind == "pairs" else "sequence"
+            label = ("undesirable, ", "desirable, ")[dataset.columns["label"][i]] if dataset.kind == "labels" else ""
+            text = Text(f"\n{unit} {i}: {label}{len(tokens):,} tokens, {loss_mask[1:].sum():,} with loss\n")
             for title, part, begin in _parts(dataset, i):
                 text.append(title).append(_decode(tokenizer, tokens[part], loss_mask[part], begin, has_colors))
             console.print(text, highlight=False, soft_wrap=True)
@@ -40,10 +41,10 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
 def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.int64], int]]:
     """Yield each part of a sequence: title, token indices of its context and the part, length of the context."""
     complete = np.arange(dataset.lengths[index])
-    if dataset.pair_counts is None:
+    if dataset.kind != "pairs":
         yield "", complete, 0
         return
-    num_prompt, num_chosen, _ = dataset.pair_counts[index].tolist()
+    num_prompt, num_chosen, _ = (int(column[index]) for column in dataset.columns.values())
     prompt, chosen, rejected = np.split(complete, [num_prompt, num_prompt + num_chosen])
     yield "", prompt, 0
     for name, answer in (("chosen", chosen), ("rejected", rejected)):

@@ -14,6 +14,8 @@ from odc_mpi.report.page import Figure
 from odc_mpi.report.plots import Curve, GanttChart, GanttRow, Panel, Style
 from odc_mpi.report.svg import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 
+#: Kinds of spans in `trace.json` in which a rank waits for all others.
+_SYNC_POINTS = ("values_gathered", "gradients_complete", "grad_norm", "parameters_published")
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
 #: Style of each activity, and its kinds of spans in ``trace.json``. Fetches and pushes are drawn over other activities.
 _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
@@ -25,7 +27,10 @@ _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     "saves": (Style(RED, "/"), ("save",)),
     FETCHES: (Style(ORANGE, "\\"), ("fetch",)),
     PUSHES: (Style(GREEN, "-"), ("accumulate",)),
-    WAITS: (Style("none", "/"), ("gradients_complete", "grad_norm", "parameters_published", "rollout_wait")),
+    WAITS: (
+        Style("none", "/"),
+        (*_SYNC_POINTS, "rollout_wait"),
+    ),
 }
 _STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
 #: Maximum number of bars in a plot. If there are more steps, each bar is the mean over a group of steps.

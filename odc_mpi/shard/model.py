@@ -11,10 +11,11 @@ also communicate. A call in the wrong phase (`StepPhase`) raises RuntimeError.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -198,6 +199,15 @@ class ShardedModel:
         minibatch.finite = self.gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self.gradient_format)
         self._phase = StepPhase.COMPLETE
+
+    def gather_values(self, values: Sequence[float]) -> np.ndarray:
+        """Gather numbers of all ranks, `[k]` on each, into a float64 array `[ranks, k]`. Collective.
+
+        For a loss that depends on all samples of a minibatch, call this before the first backward pass. Not for use
+        between the end of a minibatch and `publish()`.
+        """
+        with self.spans.span("values_gathered"):  # K in docs/ordering.md
+            return self._transport.group.gather_values(np.array(values, np.float64))
 
     def set_is_last_backward(self) -> None:
         """Announce that the next backward pass is the last one in this minibatch. This call is optional.

@@ -6,7 +6,7 @@ The time of the computing thread is recorded in spans. Communication spans do no
 
     fetch                  waiting for parameters
     accumulate             starting pushes, and waiting for pushes
-    gradients_complete, grad_norm, parameters_published
+    values_gathered, gradients_complete, grad_norm, parameters_published
                            waiting at the synchronization points
 
 Activity spans do not overlap each other, either, but include any communication during the activity:
@@ -32,8 +32,8 @@ import torch
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Group, Transport
 
-#: Synchronization points of a step, in order: A, N and B in docs/ordering.md.
-SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
+#: Synchronization points of a step, in order: K, A, N and B in docs/ordering.md.
+SYNC_POINTS = ("values_gathered", "gradients_complete", "grad_norm", "parameters_published")
 ACTIVITIES = ("generate", "rollout_wait", "optimize", "outer_sync", "evaluate", "save")
 SHARDING = ("windows", "weights")
 #: Kinds of spans, as described in the module docstring.

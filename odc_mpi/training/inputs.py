@@ -27,6 +27,15 @@ from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
 #: Name of the tokenizer file in a transformers model directory.
 _TOKENIZER = "tokenizer.json"
+#: For each kind of data set, what it contains, and which records `prepare` needs for it.
+_KINDS = {
+    "sequences": (
+        "sequences without preferences",
+        "only the answers to imitate, for example with --columns messages=chosen or completion=chosen",
+    ),
+    "pairs": ("pairs of a chosen and a rejected answer", "records with the fields chosen and rejected"),
+    "labels": ("answers with labels", "records with the fields prompt, completion and label, which is true or false"),
+}
 #: Data set of a run: prepared sequences, or prompts.
 TrainingData = Dataset | PromptDataset
 
@@ -137,15 +146,14 @@ def _plan_context_parallel(
 
 def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
     dataset, recipe = Dataset(path, setting), recipe_of(config)
-    has_pairs = recipe.data == "pairs"
-    if (dataset.pair_counts is not None) != has_pairs:
+    # Answers that are all desirable can be imitated.
+    is_imitable = recipe.data == "sequences" and dataset.kind == "labels" and dataset.columns["label"].all()
+    if dataset.kind != recipe.data and not is_imitable:
+        found, _ = _KINDS[dataset.kind]
+        _, remedy = _KINDS[recipe.data]
         raise UserError(
-            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is {recipe.name}: "
-            f"set it to {names_for('sequences')}, or prepare records with the fields chosen and rejected"
-            if has_pairs
-            else f"{setting}: {path} has pairs of a chosen and a rejected answer, but run.objective is {recipe.name}: "
-            f"set it to {names_for('pairs')}, or prepare the chosen answers alone, with --columns messages=chosen, or "
-            "completion=chosen for texts with a prompt"
+            f"{setting}: {path} has {found}, but run.objective is {recipe.name}: set it to {names_for(dataset.kind)}, "
+            f"or prepare {remedy}"
         )
     check_vocabulary(setting, dataset, config.model, meta_model)
     longest = dataset.num_positions

@@ -42,7 +42,7 @@ class PlaceholderDataset:
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset, self.pair_counts = dataset, dataset.pair_counts
+        self._dataset, self.kind, self.columns = dataset, dataset.kind, dataset.columns
         self.lengths, self.num_trained_tokens = dataset.lengths, dataset.num_trained_tokens
         self.damage: DamagedDatasetError | None = None
 

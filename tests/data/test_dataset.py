@@ -47,7 +47,8 @@ def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path, names
     write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
     with Dataset(tmp_path / "pairs.h5") as dataset:
         assert dataset.lengths.tolist() == [10, 6]
-        assert dataset.pair_counts.tolist() == [[3, 2, 2], [1, 4, 4]]
+        assert dataset.kind == "pairs"
+        assert np.stack(list(dataset.columns.values()), 1).tolist() == [[3, 2, 2], [1, 4, 4]]
         assert dataset[1][1].tolist() == [False, *[True] * 5]
     with h5py.File(tmp_path / "pairs.h5", "r+") as file:
         for name in names:
@@ -55,7 +56,7 @@ def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path, names
                 file[name][0] = 1
             else:
                 del file[name]
-    assert "pairs were changed" in refused(tmp_path / "pairs.h5")
+    assert "columns were changed" in refused(tmp_path / "pairs.h5")
 
 
 def test_layout_is_plain_hdf5(write_dataset):
@@ -289,7 +290,7 @@ def everything(path):
     with Dataset(path) as dataset, h5py.File(path, locking=False) as file:
         sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in dataset]
         attributes = {name: repr(value) for name, value in file.attrs.items()}
-        pairs = None if dataset.pair_counts is None else dataset.pair_counts.tolist()
+        pairs = [values.tolist() for values in dataset.columns.values()]
         return pairs, sequences, dataset.digest(), read_tokenizer_files(path), attributes, find_counts([path], "r")
 
 

@@ -79,6 +79,9 @@ class LocalTransport(Transport, Group):
     def open(self, close):
         self._group.barrier.wait()
 
+    def gather_values(self, values):
+        return self._exchange(values)
+
     def gradients_complete(self, report):
         return self._exchange(report)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.format import LabelCounts, PairCounts
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import Answer, PromptGroup
 
@@ -21,11 +21,20 @@ def write_pairs(path, counts, vocab_size=64, seed=0):
             writer.append(tokens, np.arange(len(tokens)) >= num_prompt, pair)
 
 
+def write_labeled(path, counts, vocab_size=64, seed=0):
+    """Write prompts and answers of random tokens, given the numbers of tokens of each. Every third is undesirable."""
+    rng = np.random.default_rng(seed)
+    with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="random") as writer:
+        for i, (num_prompt, num_answer) in enumerate(counts):
+            tokens = rng.integers(1, vocab_size, num_prompt + num_answer).astype(np.uint32)
+            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelCounts(num_prompt, int(i % 3 > 0)))
+
+
 def answer_rows(dataset, indices):
     """Yield the tokens of each chosen and rejected answer, with its prompt before it."""
     for index in indices:
         tokens = torch.from_numpy(dataset[index][0])
-        num_prompt, num_chosen, _ = dataset.pair_counts[index]
+        num_prompt, num_chosen, _ = (column[index] for column in dataset.columns.values())
         yield tokens[: num_prompt + num_chosen]
         yield torch.cat([tokens[:num_prompt], tokens[num_prompt + num_chosen :]])
 

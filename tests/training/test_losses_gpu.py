@@ -11,7 +11,8 @@ from tiny_qwen2 import SIZES
 from transformers import AutoModelForSequenceClassification, masking_utils
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.groups import pack_groups, read_pairs
+from odc_mpi.data.groups import pack_groups, read_groups
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.training.preferences.answer_logps import AnswerLogps
 from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.dpo import DPOConfig
@@ -29,7 +30,9 @@ def objective_for(name, module):
     if name == "sft":
         return SFTObjective(module)
     if name == "dpo":
-        scorer = PreferenceScorer(AnswerLogps(module, True), DPOConfig(), torch.zeros(2, 2, dtype=torch.float64))
+        scorer = PreferenceScorer(
+            AnswerLogps(TokenLogps(module), True), DPOConfig(), torch.zeros(2, 2, dtype=torch.float64)
+        )
         return PairObjective(scorer)
     if name == "reward":
         return PairObjective(RewardScorer(module, True, RewardConfig()))
@@ -50,7 +53,7 @@ def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
         minibatch = SimpleNamespace(dataset=dataset, indices=np.arange(2), num_tokens=21)
         objective.on_step_begin(SimpleNamespace(minibatch=minibatch))
         rollouts = pack_groups([rollout_group([4, 5, 6], [[1, 2, 3, 4], [5, 6, 7, 8, 9]], advantages=[1.0, -1.0])])
-        microbatch = rollouts if name == "grpo" else read_pairs(dataset, minibatch.indices)
+        microbatch = rollouts if name == "grpo" else read_groups(dataset, minibatch.indices)
         for mode in ("default", "error"):  # the first call compiles kernels and takes memory
             torch.cuda.set_sync_debug_mode(mode)
             try:

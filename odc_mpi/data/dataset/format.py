@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import h5py
@@ -40,6 +40,22 @@ class PairCounts(NamedTuple):
     num_prompt_tokens: int
     num_chosen_tokens: int
     num_chosen_loss_tokens: int
+
+
+class LabelCounts(NamedTuple):
+    """Columns of a sequence that consists of a prompt and one answer with a label, each with at least one token.
+
+    `label` is 1 if the answer is desirable, and 0 if it is not. The first token of the answer is a loss token.
+    """
+
+    num_prompt_tokens: int
+    label: int
+
+
+#: Kinds of data sets that `prepare` writes: plain sequences, pairs of answers, and answers with labels.
+Kind = Literal["sequences", "pairs", "labels"]
+#: Columns of data sets of each kind, HDF5 datasets of type int32 with a number per sequence.
+COLUMNS: dict[Kind, tuple[str, ...]] = {"sequences": (), "pairs": PairCounts._fields, "labels": LabelCounts._fields}
 
 
 class DamagedDatasetError(UserError):

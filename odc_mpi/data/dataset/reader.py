@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import (
     ADDITIONAL_TEMPLATES,
+    COLUMNS,
     FORMAT,
     REPORT,
     TOKENIZER_GROUP,
     TYPES,
     VERSION,
     DamagedDatasetError,
-    PairCounts,
+    Kind,
     content_digest,
     has_signature,
     hdf5_errors,
@@ -39,8 +40,8 @@ class Dataset(AbstractContextManager["Dataset"]):
     Attributes:
         lengths: Number of tokens in each sequence, int64 [n].
         num_trained_tokens: Number of loss tokens in each sequence, not counting its first token, int64 [n].
-        pair_counts: Numbers of tokens in each pair, int64 [n, 3], with one column for each field of `PairCounts`; None
-            if the sequences are not pairs.
+        kind: What the sequences are: plain sequences, pairs, or prompts with an answer and its label.
+        columns: Columns of this kind, int64 [n] each, keyed by the fields of `PairCounts` or `LabelCounts`.
         vocab_size: Number of tokens in the tokenizer's vocabulary.
         max_token_id: Largest token ID in the file. The model's embedding must have more rows than this.
         vocabulary: Digest of the tokenizer's vocabulary (see `vocabulary_digest`); empty if unknown.
@@ -71,31 +72,34 @@ class Dataset(AbstractContextManager["Dataset"]):
         self._offsets: npt.NDArray[np.int64] = file["offsets"][:]
         trained: npt.NDArray[np.int32] = file["num_trained_tokens"][:]
         self._checksums: npt.NDArray[np.uint32] = file["checksums"][:]
-        fields = PairCounts._fields if any(name in file for name in PairCounts._fields) else ()
-        pairs = [_check_storage(file, name, self.path, np.int32)[:] for name in fields]
+        found = {name for names in COLUMNS.values() for name in names if name in file}
+        self.kind: Kind = "labels" if "label" in found else "pairs" if found else "sequences"
+        stored = [_check_storage(file, name, self.path, np.int32)[:] for name in COLUMNS[self.kind]]
         self._content: str = read_attribute(file.attrs, "content", str)
         self.vocab_size: int = read_attribute(file.attrs, "vocab_size", int)
         self.max_token_id: int = read_attribute(file.attrs, "max_token_id", int)
         self.vocabulary: str = read_attribute(file.attrs, "vocabulary", str)
-        if content_digest(self._offsets, trained, self._checksums, *pairs) != self._content:
-            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or pairs were changed")
+        if content_digest(self._offsets, trained, self._checksums, *stored) != self._content:
+            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or columns were changed")
         if not len(trained):
             raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change {setting}")
         self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
-        if not len(self.lengths) == len(trained) == len(self._checksums) or any(len(p) != len(trained) for p in pairs):
+        if not len(self.lengths) == len(trained) == len(self._checksums) or any(len(c) != len(trained) for c in stored):
             raise DamagedDatasetError(
-                self.path, "offsets, num_trained_tokens, checksums and pairs are for different numbers of sequences"
+                self.path, "offsets, num_trained_tokens, checksums and columns are for different numbers of sequences"
             )
         if self._offsets[0] != 0 or not len(self._tokens) == len(self._loss_mask) == self._offsets[-1]:
             raise DamagedDatasetError(self.path, "offsets, tokens and loss_mask do not match")
         if (self.lengths < 2).any() or ((trained < 1) | (trained >= self.lengths)).any():
             raise DamagedDatasetError(self.path, "num_trained_tokens does not match the lengths of the sequences")
         self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
-        self.pair_counts: npt.NDArray[np.int64] | None = np.stack(pairs, 1).astype(np.int64) if pairs else None
-        if self.pair_counts is not None and (
-            (self.pair_counts < 1).any() or (self.pair_counts[:, :2].sum(1) >= self.lengths).any()
-        ):
-            raise DamagedDatasetError(self.path, "the parts of pairs do not match the lengths")
+        values = (column.astype(np.int64) for column in stored)
+        self.columns: dict[str, npt.NDArray[np.int64]] = dict(zip(COLUMNS[self.kind], values, strict=True))
+        counts = [self.columns[name] for name in COLUMNS[self.kind] if name != "label"]
+        if counts and ((np.stack(counts) < 1).any() or (sum(counts[:2]) >= self.lengths).any()):
+            raise DamagedDatasetError(self.path, "the parts of pairs or answers do not match the lengths")
+        if self.kind == "labels" and not np.isin(self.columns["label"], (0, 1)).all():
+            raise DamagedDatasetError(self.path, "a label is neither 0 nor 1")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -123,9 +127,9 @@ class Dataset(AbstractContextManager["Dataset"]):
     @property
     def num_positions(self) -> int:
         """Number of positions in the longest sequence. In pairs, each answer's positions follow those of the prompt."""
-        if self.pair_counts is None:
+        if self.kind != "pairs":
             return int(self.lengths.max())
-        prompt, chosen, _ = self.pair_counts.T
+        prompt, chosen, _ = self.columns.values()
         return int(np.maximum(prompt + chosen, self.lengths - chosen).max())
 
     def digest(self) -> str:
@@ -187,7 +191,7 @@ def verify_dataset(path: Path) -> str:
                 _check_storage(dataset._file, REPORT, path, np.uint8)[:]
         files = read_tokenizer_files(path)
         tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
-        unit = "sequences" if dataset.pair_counts is None else "pairs"
+        unit = {"sequences": "sequences", "pairs": "pairs", "labels": "labeled answers"}[dataset.kind]
         return f"{path}: {len(dataset):,} {unit}, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
 
 

@@ -15,6 +15,8 @@ from odc_mpi.data.dataset.format import (
     TOKENIZER_GROUP,
     TYPES,
     VERSION,
+    Kind,
+    LabelCounts,
     PairCounts,
     content_digest,
     encode_text,
@@ -29,9 +31,10 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
     If an exception leaves the `with` body, `Dataset` rejects the unfinished file. Leaving the body raises an `OSError`
-    if the file cannot be written. The attributes `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens,
-    not counting the first token of each sequence), `num_prompt_tokens` (of pairs), `longest` (maximum number of tokens
-    in a sequence) and `max_token_id` describe the sequences appended so far.
+    if the file cannot be written. The attributes `kind`, `num_sequences`, `num_tokens`, `num_trained_tokens` (loss
+    tokens, not counting the first token of each sequence), `num_prompt_tokens` (of pairs), `num_desirable` (answers
+    with the label 1), `longest` (maximum number of tokens in a sequence) and `max_token_id` describe the sequences
+    appended so far.
     """
 
     def __init__(
@@ -50,7 +53,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         empty if unknown. `tokenizer_files` contains the contents of the tokenizer's files to store, keyed by file name.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.num_prompt_tokens = 0
-        self.longest = self.max_token_id = 0
+        self.num_desirable = self.longest = self.max_token_id = 0
+        self.kind: Kind = "sequences"
         self._attributes: dict[str, int | str] = {}
         self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
         self._stack = ExitStack()
@@ -72,27 +76,32 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._attributes.update(attributes)
 
     def append(
-        self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
+        self,
+        tokens: npt.NDArray[np.uint32],
+        loss_mask: npt.NDArray[np.bool_],
+        columns: PairCounts | LabelCounts | None = None,
     ) -> None:
         """Append a sequence, given its tokens, uint32 [length], and its loss mask, bool [length].
 
-        At least one token after the first must be a loss token. Pass `pair` for either all sequences or none.
+        At least one token after the first must be a loss token. All sequences must have the same kind of `columns`.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
-        if pair is not None and not self.num_sequences:
-            for name in pair._fields:
+        if columns is not None and not self.num_sequences:
+            self.kind = "pairs" if isinstance(columns, PairCounts) else "labels"
+            for name in columns._fields:
                 self._create(name, np.empty(0, dtype=np.int32))
                 self._buffers[name] = []
         self.num_sequences += 1
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
-        self.num_prompt_tokens += pair.num_prompt_tokens if pair else 0
+        self.num_prompt_tokens += columns.num_prompt_tokens if isinstance(columns, PairCounts) else 0
+        self.num_desirable += columns.label if isinstance(columns, LabelCounts) else 0
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)
         numbers = self.num_tokens, num_trained, sequence_checksum(*stored)
-        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in (*numbers, *(pair or ())))]
+        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in (*numbers, *(columns or ())))]
         for name, values in zip(self._buffers, arrays, strict=True):
             self._buffers[name].append(values)
         self._num_buffered += len(tokens)

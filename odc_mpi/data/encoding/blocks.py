@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.chat.templates import SplitTurns
+from odc_mpi.data.dataset.format import Kind
 from odc_mpi.data.encoding.encode import Encoded, encode
-from odc_mpi.data.encoding.pairs import encode_pairs
-from odc_mpi.data.examples import Example, PreferencePair
+from odc_mpi.data.encoding.pairs import encode_labeled, encode_pairs
+from odc_mpi.data.examples import Example, LabeledAnswer, PreferencePair
 from odc_mpi.data.records.block import Block, to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
@@ -93,21 +94,20 @@ class FilterCounts:
 class EncodedBlock:
     """A block's sequences for training, and its held-out sequences.
 
-    `kinds` maps True to the location of the first pair of answers, and False to the location of the first example that
-    is not a pair. A block that contains both kinds has no sequences.
+    `kinds` maps each kind of example to the location of the first one. A block of several kinds has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
-    kinds: Mapping[bool, str] = field(default_factory=dict)
+    kinds: Mapping[Kind, str] = field(default_factory=dict)
 
 
 def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, columns: Columns) -> EncodedBlock:
     """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
     counts = FilterCounts()
     invalid: dict[int, str] = {}
-    examples: dict[int, Example | PreferencePair] = {}
-    kinds: dict[bool, str] = {}
+    examples: dict[int, Example | PreferencePair | LabeledAnswer] = {}
+    kinds: dict[Kind, str] = {}
     ignored: dict[int, list[str]] = {}
     for i, (location, value) in enumerate(block.records()):
         try:
@@ -116,7 +116,7 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue
-        kinds.setdefault(isinstance(example, PreferencePair), location)
+        kinds.setdefault(example.kind, location)
         if example.has_loss:
             examples[i], ignored[i] = example, ignored_fields(record, columns)
         else:
@@ -124,9 +124,12 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
     if len(kinds) > 1:
         examples.clear()
-    encode_batch: _EncodeFn = partial(encode, tokenizer, split_turns=sequence_filter.split_turns)
-    if True in kinds:
-        encode_batch = partial(encode_pairs, tokenizer)
+    encoders: dict[Kind, _EncodeFn] = {
+        "sequences": partial(encode, tokenizer, split_turns=sequence_filter.split_turns),
+        "pairs": partial(encode_pairs, tokenizer),
+        "labels": partial(encode_labeled, tokenizer),
+    }
+    encode_batch = encoders[next(iter(kinds), "sequences")]
     notes: Counter[str] = Counter()
     for i, parts in _encode_all(encode_batch, examples, invalid):
         fields_of_record = (f"ignored: `{name}`" for name in ignored[i])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
-from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.format import LabelCounts, PairCounts
 from odc_mpi.data.encoding.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
@@ -31,7 +31,7 @@ class Encoded:
         starts_with_bos: True if the tokenizer begins plain text with the bos token.
         notes: What the report of `prepare` says about the example of the sequence, such as "ignored: `topic`". The
             report counts the examples with each note.
-        pair: Token counts for a pair of answers (see `encoding.pairs`); None for other sequences.
+        columns: Columns of a pair of answers or of an answer with a label; None for other sequences.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -39,7 +39,7 @@ class Encoded:
     is_plain_text: bool = False
     starts_with_bos: bool = False
     notes: tuple[str, ...] = ()
-    pair: PairCounts | None = None
+    columns: PairCounts | LabelCounts | None = None
 
     @property
     def length(self) -> int:

@@ -1,4 +1,7 @@
-"""Tokenizing pairs as the shared prompt, followed by the chosen answer and the rejected answer."""
+"""Tokenizing answers with preferences: pairs of a chosen and a rejected answer, and answers with labels.
+
+A pair is the shared prompt, followed by the chosen answer and the rejected answer.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,23 +11,28 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.format import LabelCounts, PairCounts
 from odc_mpi.data.encoding.encode import Encoded, encode
-from odc_mpi.data.examples import PreferencePair
+from odc_mpi.data.examples import LabeledAnswer, PreferencePair
 from odc_mpi.data.records.fields import InvalidRecordError
+
+_SEVERAL_TURNS = (
+    "{}: expected one assistant message {}, got several turns, of which this chat template renders only the last as it "
+    "is trained: shorten them, or replace the template with --chat-template FILE"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPair(Encoded):
     """A tokenized pair: the concatenated tokens of the prompt, the chosen answer and the rejected answer."""
 
-    pair: PairCounts
+    columns: PairCounts
 
     @property
     @override
     def length(self) -> int:
         """Total number of tokens in the prompt and the longer answer."""
-        return self.pair.num_prompt_tokens + max(len(answer.tokens) for answer in self._answers())
+        return self.columns.num_prompt_tokens + max(len(answer.tokens) for answer in self._answers())
 
     @property
     @override
@@ -40,12 +48,12 @@ class EncodedPair(Encoded):
 
         Tokens after the last loss token of each answer are also removed. A prompt longer than `length` is kept.
         """
-        num_prompt = self.pair.num_prompt_tokens
+        num_prompt = self.columns.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
         return replace(self, **_row(self.tokens[:num_prompt], *(_trim(answer, rest) for answer in self._answers())))
 
     def _answers(self) -> Iterator[Encoded]:
-        begin, middle = self.pair.num_prompt_tokens, sum(self.pair[:2])
+        begin, middle = self.columns.num_prompt_tokens, sum(self.columns[:2])
         for part in (slice(begin, middle), slice(middle, None)):
             yield Encoded(self.tokens[part], self.loss_mask[part])
 
@@ -71,14 +79,31 @@ def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[E
     ]
 
 
+def encode_labeled(tokenizer: Any, examples: Sequence[LabeledAnswer]) -> list[list[Encoded]]:
+    """Tokenize answers with labels. Returns, for each, a list of one sequence. Its prompt ends at the first loss token.
+
+    Raises the errors of `encode`, and an `InvalidRecordError` if the chat template requires one sequence per turn, or
+    if there is no prompt.
+    """
+    return [
+        [_label(example, parts)]
+        for example, parts in zip(examples, encode(tokenizer, [each.answer for each in examples]), strict=True)
+    ]
+
+
+def _label(example: LabeledAnswer, parts: list[Encoded]) -> Encoded:
+    if len(parts) > 1:
+        raise InvalidRecordError(_SEVERAL_TURNS.format(example.location, "in completion"))
+    num_prompt = int(parts[0].loss_mask.argmax())
+    if parts[0].is_plain_text or not num_prompt:
+        raise InvalidRecordError(f"{example.location}: expected a prompt, got an empty one: add text to 'prompt'")
+    return replace(parts[0], columns=LabelCounts(num_prompt, int(example.is_desirable)))
+
+
 def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
     """Join a chosen and a rejected sequence, each of which contains the prompt, into a pair."""
     if any(len(parts) > 1 for parts in sides):
-        raise InvalidRecordError(
-            f"{location}: expected one assistant message after the messages that chosen and rejected share, got "
-            "several turns, of which this chat template renders only the last as it is trained: shorten them, or "
-            "replace the template with --chat-template FILE"
-        )
+        raise InvalidRecordError(_SEVERAL_TURNS.format(location, "after the messages that chosen and rejected share"))
     (first,), (second,) = sides
     chosen, rejected = _trim(first), _trim(second)
     if np.array_equal(chosen.tokens, rejected.tokens):
@@ -105,5 +130,5 @@ def _row(prompt: npt.NDArray[np.uint32], chosen: Encoded, rejected: Encoded) -> 
     return {
         "tokens": np.concatenate([prompt, chosen.tokens, rejected.tokens]),
         "loss_mask": np.concatenate([np.zeros(len(prompt), np.bool_), chosen.loss_mask, rejected.loss_mask]),
-        "pair": PairCounts(len(prompt), len(chosen.tokens), int(chosen.loss_mask.sum())),
+        "columns": PairCounts(len(prompt), len(chosen.tokens), int(chosen.loss_mask.sum())),
     }

@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from odc_mpi.data.examples import Example, PreferencePair, PromptCompletion
+from odc_mpi.data.examples import Example, LabeledAnswer, PreferencePair, PromptCompletion
 from odc_mpi.data.records.block import to_record
 from odc_mpi.data.records.conversations import conversation, is_chat, refuse_fields_beside, turns
 from odc_mpi.data.records.fields import InvalidRecordError, field_names, text_field
 from odc_mpi.data.records.messages import parse_messages
 from odc_mpi.data.records.pairs import preference_pair
-from odc_mpi.data.records.schema import WITH_MESSAGES, Columns, check_loss_fields, rename
+from odc_mpi.data.records.schema import WITH_MESSAGES, Columns, check_loss_fields, read_label, rename
 
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
-def parse_example(value: Any, location: str, columns: Columns | None = None) -> Example | PreferencePair:
-    """Return the example or pair that a record contains, given its value and location from `Block.records`.
+def parse_example(
+    value: Any, location: str, columns: Columns | None = None
+) -> Example | PreferencePair | LabeledAnswer:
+    """Return the example, pair or labeled answer that a record contains, given its value and location in a `Block`.
 
     The epilog of `odc-mpi prepare --help` lists the formats. The first one whose fields are all present is used. Raises
     an `InvalidRecordError` if the record does not match any format, or if a field has an invalid value.
     """
     record: Mapping[str, Any] = to_record(value, location)
-    label = record.get("label")
-    is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
     required, record = rename(record, location, columns or {})
     record = _decode_messages(record)
     check_loss_fields(record, location)
@@ -36,25 +36,26 @@ def parse_example(value: Any, location: str, columns: Columns | None = None) -> 
         return PromptCompletion(location, "", text_field(record, "text", location))
     if len(required) == 1:
         return conversation(record, parse_messages(record[required[0]], required[0], location), location)
-    if "prompt" in required and is_unwanted:
-        raise InvalidRecordError(
-            f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
-        )
     if required:
-        prompt, answer = required
-        are_lists = all(isinstance(record[name], list) for name in required)
-        if not are_lists:
-            texts = [text_field(record, name, location) for name in required]
-            if prompt == "prompt" and not is_chat(record):
-                return PromptCompletion(location, *texts)
-        messages = turns(record, prompt, "user", location)
-        answers = turns(record, answer, "assistant", location)
-        return conversation(record, [*messages, *answers], location, len(answers) if are_lists else None)
+        example = _prompt_and_answer(record, location, *required)
+        label = read_label(record) if required == ("prompt", "completion") else None
+        return example if label is None else LabeledAnswer(example, label)
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
         f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "
         "with --columns"
     )
+
+
+def _prompt_and_answer(record: Mapping[str, Any], location: str, prompt: str, answer: str) -> Example:
+    are_lists = isinstance(record[prompt], list) and isinstance(record[answer], list)
+    if not are_lists:
+        texts = [text_field(record, name, location) for name in (prompt, answer)]
+        if prompt == "prompt" and not is_chat(record):
+            return PromptCompletion(location, *texts)
+    messages = turns(record, prompt, "user", location)
+    answers = turns(record, answer, "assistant", location)
+    return conversation(record, [*messages, *answers], location, len(answers) if are_lists else None)
 
 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:

@@ -16,7 +16,9 @@ _PROMPTS = ("prompt", "conversations", "instruction")
 _PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
 #: Record formats, each given by its required fields. The first format whose fields are all present is used.
 FORMATS = (*((name, *ANSWERS) for name in _PROMPTS), ANSWERS, *_PLAIN_FORMATS)
-_OPTIONAL = ("input", *BESIDE)
+_OPTIONAL = ("input", "label", *BESIDE)
+#: Labels of answers: whether they are desirable. Text is from CSV.
+_LABELS = {"true": True, "false": False}
 #: Fields that may contain messages, also as JSON text, because table cells contain only text.
 WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *ANSWERS)
 #: Fields of records and messages that say where the data come from. They are neither used nor reported.
@@ -79,10 +81,18 @@ def _find_format(fields: Container[str], formats: Iterable[tuple[str, ...]]) -> 
 
 def ignored_fields(record: Mapping[str, Any], columns: Columns) -> list[str]:
     """Return the names of a record's fields that `parse_example` does not use, except empty ones and `METADATA`."""
-    required, _ = rename(record, "", columns)
-    used = (*required, *(("input",) if "instruction" in required else ()), *(BESIDE if required != ("text",) else ()))
+    required, renamed = rename(record, "", columns)
+    used = [*required, *(("input",) if "instruction" in required else ()), *(BESIDE if required != ("text",) else ())]
+    if required == ("prompt", "completion") and read_label(renamed) is not None:
+        used.append("label")
     known = METADATA.union(columns.get(name, name) for name in used)
     return [name for name, value in record.items() if name not in known and value not in (None, "", [], {})]
+
+
+def read_label(record: Mapping[str, Any]) -> bool | None:
+    """Return whether a record's answer is desirable, or None if it has no field `label` that is a boolean."""
+    label = record.get("label")
+    return label if isinstance(label, bool) else _LABELS.get(label.lower()) if isinstance(label, str) else None
 
 
 def check_loss_fields(record: Mapping[str, Any], location: str) -> None:

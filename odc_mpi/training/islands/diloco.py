@@ -311,7 +311,7 @@ class DiLoCo(Callback):
 
 
 def _amount(minibatch: Minibatch) -> int:
-    return minibatch.num_tokens if minibatch.dataset.pair_counts is None else len(minibatch.indices)
+    return minibatch.num_tokens if minibatch.dataset.kind == "sequences" else len(minibatch.indices)
 
 
 def merge_results(results: Sequence[MergeResult | None]) -> MergeResult | None:

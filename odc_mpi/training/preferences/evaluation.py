@@ -22,7 +22,7 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
         super().__init__(run, model, forward_pass, scorer)
         self.metrics = (
             *HeldOutEvaluator.metrics,
-            *(_held_out(each) for each in scorer.metrics if each.key in scorer.statistics),
+            *(held_out_metric(each) for each in scorer.metrics if each.key in scorer.statistics),
         )
 
     def evaluate(self) -> dict[str, float]:
@@ -40,7 +40,7 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
         return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
 
 
-def _held_out(metric: Metric) -> Metric:
+def held_out_metric(metric: Metric) -> Metric:
     """Return the declaration for held-out pairs. That of the accuracy, which `odc-mpi watch` shows, is summarized."""
     held_out = replace(metric, key=f"eval_{metric.key}", label=f"held-out {metric.label}", column=None)
     shown = replace(held_out, summary="start final", summary_key="eval_accuracy", row="eval accuracy")

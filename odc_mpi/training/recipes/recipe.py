@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 #: Name of the recipe of a run whose settings name none.
 DEFAULT: Literal["sft"] = "sft"
-#: Settings of which recipes for pairs support only some values.
-PAIR_SETTINGS: Allowed = {
-    "data.context_parallel": (("off",), "a pair cannot be split over ranks"),
+#: Settings of which recipes for preferences support only some values.
+PREFERENCE_SETTINGS: Allowed = {
+    "data.context_parallel": (("off",), "an answer and its prompt cannot be split over ranks"),
     "lora.dropout": ((0,), "dropout would change what is compared"),
 }
 
@@ -46,7 +46,7 @@ class Recipe(ABC):
         name: Value of `run.objective` that selects the recipe.
         section: Section with the settings of the recipe, or "" if it has none.
         settings: Dataclass of that section, or None.
-        data: Kind of data: prepared sequences, prepared pairs, or a file with prompts.
+        data: Kind of data: what is prepared (see `Kind` in `data.dataset.format`), or a file with prompts.
         unit: Plural noun for the samples in the data.
         allowed: Settings of which the recipe supports only some values, as in `Conflicts`.
         allowed_if_exact: Further such settings if `run.exact` is set.
@@ -58,7 +58,7 @@ class Recipe(ABC):
     name: ClassVar[str]
     section: ClassVar[str] = ""
     settings: ClassVar[type | None] = None
-    data: ClassVar[Literal["sequences", "pairs", "prompts"]]
+    data: ClassVar[Literal["sequences", "pairs", "labels", "prompts"]]
     unit: ClassVar[str]
     allowed: ClassVar[Allowed] = {}
     allowed_if_exact: ClassVar[Allowed] = {}

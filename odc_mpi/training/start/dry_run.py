@@ -161,6 +161,7 @@ def estimate_memory(
     train_apart = config.islands.train_apart and island_size < num_ranks
     num_islands = num_ranks // island_size
     sizes = _Sizes.from_config(config, model, *((island_size, 1) if train_apart else (num_ranks, num_islands)))
+    num_models = 2 if recipe_of(config).compares_with_base(config) else 1
     zero_copy = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if zero_copy or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     fetch_copies = gpu or not (zero_copy or shared_bytes)  # units are fetched into buffers of this rank
@@ -177,7 +178,10 @@ def estimate_memory(
     activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)
     parts = [
         MemoryPart("parameters", sizes.shard, shards_on_gpu),
-        MemoryPart("of other ranks, mapped", sum(sizes.units) - sizes.shard if zero_copy and not gpu else 0),
+        MemoryPart("reference model", sizes.shard * (num_models - 1), shards_on_gpu),
+        MemoryPart(
+            "of other ranks, mapped", num_models * (sum(sizes.units) - sizes.shard) if zero_copy and not gpu else 0
+        ),
         MemoryPart("node cache", shared_bytes),
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),

@@ -105,7 +105,7 @@ def test_pairs_and_texts(kind):
             if tokens != sides[0][0]:  # "me" and " me" after a special token
                 example = parse_example({"prompt": prompt, "chosen": COMPLETIONS[0], "rejected": completion}, "here")
                 [[pair]] = encode_pairs(tokenizer, [example])
-                num_prompt, num_chosen, _ = pair.pair
+                num_prompt, num_chosen, _ = pair.columns
                 prompt_ids, chosen, rejected = np.split(pair.tokens, [num_prompt, num_prompt + num_chosen])
                 assert [[*prompt_ids, *chosen], [*prompt_ids, *rejected]] == [sides[0][0], tokens]
 

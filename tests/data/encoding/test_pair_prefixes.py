@@ -14,7 +14,7 @@ MORE = [YES, {"role": "user", "content": "Why?"}, {"role": "assistant", "content
 def decoded(tokenizer, record):
     """Return the prompt, the chosen and the rejected answer as text."""
     [[pair]] = encode_pairs(tokenizer, [parse_example(record, "here")])
-    num_prompt, num_chosen, _ = pair.pair
+    num_prompt, num_chosen, _ = pair.columns
     return [tokenizer.decode(part) for part in np.split(pair.tokens, [num_prompt, num_prompt + num_chosen])]
 
 

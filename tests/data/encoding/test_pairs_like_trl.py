@@ -48,7 +48,7 @@ def encode_records(tokenizer, records, max_length=None):
 
 
 def sides(pair):
-    num_prompt, num_chosen, _ = pair.pair
+    num_prompt, num_chosen, _ = pair.columns
     parts = [np.split(array, [num_prompt, num_prompt + num_chosen]) for array in (pair.tokens, pair.loss_mask)]
     return [[*prompt.tolist(), *answer.tolist()] for prompt, *answers in parts for answer in answers]
 

@@ -30,8 +30,8 @@ def encode_record(tokenizer, record):
 
 def decode(tokenizer, pair):
     """The texts of the prompt and of both answers, with the loss tokens of the answers in brackets."""
-    assert pair.pair is not None
-    num_prompt, num_chosen, num_chosen_loss = pair.pair
+    assert pair.columns is not None
+    num_prompt, num_chosen, num_chosen_loss = pair.columns
     assert not pair.loss_mask[:num_prompt].any()
     assert pair.loss_mask[num_prompt : num_prompt + num_chosen].sum() == num_chosen_loss
     texts = []
@@ -102,7 +102,7 @@ def letters(num_prompt, num_chosen, num_rejected):
 def counts(path):
     """Tokens of the prompt and the answers, all of which have loss."""
     with Dataset(path) as dataset:
-        prompts, chosen, num_loss = dataset.pair_counts.T
+        prompts, chosen, num_loss = dataset.columns.values()
         assert (chosen == num_loss).all()
         return list(map(tuple, np.stack([prompts, chosen, dataset.lengths - prompts - chosen], 1).tolist()))
 
@@ -160,11 +160,13 @@ def test_pairs_and_other_examples_are_not_mixed(stdlib_report, tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", *[letters(3, 2, 1)] * 3)
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
-    other, pair = "an example without chosen and rejected", "a pair of answers"
+    labels = write_lines(tmp_path / "labels.jsonl", {"prompt": "a ", "completion": "b", "label": False})
+    other, pair = "an example without chosen and rejected, and without a boolean label", "a pair of answers"
     for sources, words in (
         ([pairs, texts], f"texts.jsonl, line 1: got {other}, but {pairs}, line 1 is {pair}"),
         ([texts, pairs], f"pairs.jsonl, line 1: got {pair}, but {texts}, line 1 is {other}"),
         ([both], f"both.jsonl, line 3: got {pair}, but {both}, line 1 is {other}"),
+        ([labels, texts], f"texts.jsonl, line 1: got {other}, but {labels}, line 1 is an answer with a label"),
     ):
         options = PrepareOptions(tokenizer=stdlib_report.path, bad_lines="skip")
         with pytest.raises(UserError) as caught:

@@ -95,7 +95,6 @@ def test_roles():
         ({"instruction": "x"}, "or 'conversations', or 'instruction' and 'output'"),
         ({"messages": CHAT, "system": 3}, "expected 'system' to be a string"),
         ({"prompt": CHAT, "completion": "x"}, "expected 'prompt' to be a string, got a list"),
-        ({"prompt": "x", "completion": "y", "label": False}, "got one with 'label' false: remove the record"),
     ],
 )
 def test_bad_records(record, words):

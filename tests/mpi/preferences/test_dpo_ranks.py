@@ -41,7 +41,7 @@ def settings(pairs_path, base, **changes):
 
 def answer_logps(module, dataset, index):
     """The log-probabilities of both answers, `[2]`."""
-    num_prompt, sums = dataset.pair_counts[index][0], []
+    num_prompt, sums = dataset.columns["num_prompt_tokens"][index], []
     for row in answer_rows(dataset, [index]):
         logps = module(input_ids=row[None, :-1], use_cache=False).logits[0].log_softmax(-1)
         sums.append(logps.gather(1, row[1:, None])[num_prompt - 1 :].double().sum())

@@ -41,7 +41,9 @@ def run_minibatch(model, num_microbatches, pause_s=0.0):
 @pytest.mark.parametrize("clips", [True, False])
 def test_synchronization_points_of_a_step(model, world, clips):
     optimizer, before = torch.optim.SGD(model.shard_parameters(), lr=0.1), model.usage.num_collectives
+    points = [point for point in SYNC_POINTS if clips or point != "grad_norm"]
     for step in range(3):
+        assert model.gather_values([world.rank, step]).tolist() == [[rank, step] for rank in range(world.size)]
         # Ranks run different numbers of microbatches, the first at some time none.
         totals = run_minibatch(model, (world.rank + step) % 3)
         assert totals.sum("microbatches") == sum((rank + step) % 3 for rank in range(world.size))
@@ -50,7 +52,7 @@ def test_synchronization_points_of_a_step(model, world, clips):
         optimizer.step()
         model.publish()
     found = [span.kind for span in model.spans.drain() if span.kind in SYNC_POINTS]
-    assert found == [point for point in SYNC_POINTS if clips or point != "grad_norm"] * 3
+    assert found == points * 3
     assert model.usage.num_collectives == before + len(found)
 
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.training.parsing.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
-from odc_mpi.training.recipes.recipe import PAIR_SETTINGS, Parts, Recipe
+from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class DPO(Recipe):
     settings = DPOConfig
     data = "pairs"
     unit = "pairs"
-    allowed = PAIR_SETTINGS
+    allowed = PREFERENCE_SETTINGS
 
     @override
     def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:

@@ -9,6 +9,7 @@ import torch
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.models.configuration import full_configuration, significant_settings
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
@@ -32,7 +33,7 @@ def build_dpo(context: RunContext, model: ShardedModel, optimizer: torch.optim.O
     state = TrainingState(model, optimizer, world.rank)
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
-    answer_logps = AnswerLogps(model.module, inputs.model.packing.packs)
+    answer_logps = AnswerLogps(TokenLogps(model.module), inputs.model.packing.packs)
 
     configuration = significant_settings(full_configuration(model.module))
     settings = json.dumps([configuration, inputs.model.adapter, config.model.param_dtype], sort_keys=True)

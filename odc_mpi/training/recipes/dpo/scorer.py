@@ -24,7 +24,7 @@ from typing_extensions import override
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.metrics import RESULT, Metric
-from odc_mpi.training.preferences.answer_logps import AnswerLogps, AnswerScores
+from odc_mpi.training.preferences.answer_logps import ANSWER_METRICS, AnswerLogps, AnswerScores
 from odc_mpi.training.preferences.pairs import PairScorer, PairScores
 from odc_mpi.training.recipes.dpo import DPOConfig
 
@@ -41,13 +41,8 @@ class PreferenceScorer(PairScorer):
         *("logps/chosen", "logps/rejected"),
     )
     metrics = (
-        Metric("rewards/margins", "difference of the rewards of both answers", RESULT, "", "{:.4f}", ("margin", 8)),
+        *ANSWER_METRICS,
         Metric("rewards/accuracies", "accuracy", RESULT, "", "{:.1%}", ("accuracy", 8), views="watch"),
-        Metric("rewards/chosen", "`dpo.beta` times the log-ratio of chosen answers to the reference model", RESULT),
-        Metric("rewards/rejected", "`dpo.beta` times the log-ratio of rejected answers", RESULT),
-        Metric("logps/chosen", "log-probability of chosen answers", RESULT),
-        Metric("logps/rejected", "log-probability of rejected answers", RESULT),
-        Metric("entropy", "mean entropy of the predictions in nats", RESULT),
     )
     token_sums = ("entropy",)
 
@@ -57,11 +52,10 @@ class PreferenceScorer(PairScorer):
     @override
     def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
         scores = self._answer_logps(microbatch)
-        counts = minibatch.dataset.pair_counts
-        assert counts is not None
         reference = self._reference[microbatch.indices].to(scores.logps.device, non_blocking=True)
         ratios = scores.logps - reference
-        losses = pair_loss(self._dpo, ratios, scores, float(counts[minibatch.indices, 2].mean()))
+        num_chosen = minibatch.dataset.columns["num_chosen_loss_tokens"]
+        losses = pair_loss(self._dpo, ratios, scores, float(num_chosen[minibatch.indices].mean()))
         statistics = pair_statistics(self._dpo, ratios.detach(), scores.logps.detach())
         return PairScores(losses, statistics, scores.entropy.double()[None], scores.router_loss)
 

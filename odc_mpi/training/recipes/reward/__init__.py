@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError
 from odc_mpi.training.parsing.setting_types import NOT_NEGATIVE
-from odc_mpi.training.recipes.recipe import PAIR_SETTINGS, Parts, Recipe
+from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Reward(Recipe):
     settings = RewardConfig
     data = "pairs"
     unit = "pairs"
-    allowed = PAIR_SETTINGS
+    allowed = PREFERENCE_SETTINGS
     trains_routers = False
 
     @property

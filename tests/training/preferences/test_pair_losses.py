@@ -11,8 +11,9 @@ from packed_models import packed_model, plain_model
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.groups import read_pairs
+from odc_mpi.data.groups import read_groups
 from odc_mpi.data.tokenizer import train_tokenizer
+from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.training.preferences.answer_logps import AnswerLogps, AnswerScores
 from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.dpo import DPOConfig, LossType
@@ -75,7 +76,7 @@ def trl_trainer(tmp_path_factory):
     with Dataset(folder / "pairs.h5") as dataset:
         indices = np.arange(3)
         minibatch = SimpleNamespace(dataset=dataset, indices=indices, num_tokens=int(dataset.num_trained_tokens.sum()))
-        yield trainer, minibatch, read_pairs(dataset, indices), len(tokenizer)
+        yield trainer, minibatch, read_groups(dataset, indices), len(tokenizer)
 
 
 def model_copy(model):
@@ -109,10 +110,10 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, types, weights
     wanted.backward()
 
     ours = packed_model(vocab_size=vocab_size, attention_dropout=0.0, max_position_embeddings=80).eval().double()
-    compute = AnswerLogps(ours, packs=True)
+    compute = AnswerLogps(TokenLogps(ours), packs=True)
     with torch.no_grad():
-        reference = AnswerLogps(trainer.ref_model, packs=False)
-        values = torch.cat([reference(read_pairs(minibatch.dataset, np.array([i]))).logps for i in range(3)])
+        reference = AnswerLogps(TokenLogps(trainer.ref_model), packs=False)
+        values = torch.cat([reference(read_groups(minibatch.dataset, np.array([i]))).logps for i in range(3)])
     dpo = DPOConfig(0.1, types, weights, smoothing)
     objective = PairObjective(PreferenceScorer(compute, dpo, values))
     loss = objective.loss(minibatch, microbatch)

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.groups import read_pairs
+from odc_mpi.data.groups import read_groups
 from odc_mpi.data.tokenizer import END_OF_TEXT, train_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build
@@ -69,7 +69,7 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
     ours.config.pad_token_id = tokenizer.pad_token_id
     objective = PairObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))
     with Dataset(tmp_path / "pairs.h5") as dataset:
-        microbatch = read_pairs(dataset, np.arange(3))
+        microbatch = read_groups(dataset, np.arange(3))
     loss = objective.loss(SimpleNamespace(indices=np.arange(3)), microbatch)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
@@ -98,7 +98,7 @@ def test_rewards_of_all_families_are_those_of_transformers(tmp_path, kind):
     compute = RewardScorer(model, packs, RewardConfig()).rewards
     with Dataset(tmp_path / "pairs.h5") as dataset, torch.no_grad():
         microbatches = [[0, 2, 3, 1]] if packs else [[0], [2], [3], [1]]
-        found = torch.cat([compute(read_pairs(dataset, np.array(indices))) for indices in microbatches])
+        found = torch.cat([compute(read_groups(dataset, np.array(indices))) for indices in microbatches])
         wanted = [plain(input_ids=row[None]).logits[0, 0] for row in answer_rows(dataset, (0, 2, 3, 1))]
     torch.testing.assert_close(found.flatten(), torch.stack(wanted).double(), rtol=1e-5, atol=1e-5)
 
