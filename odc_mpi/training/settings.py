@@ -44,6 +44,7 @@ from odc_mpi.training.parsing.setting_types import (
 from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, recipe_of
 from odc_mpi.training.recipes.dpo import DPOConfig
 from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.reward import RewardConfig
 
 #: Width of the help text, and indentation of the descriptions.
@@ -205,6 +206,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     rl: GRPOConfig = field(default_factory=GRPOConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)

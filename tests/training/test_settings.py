@@ -236,7 +236,7 @@ SIZE = "expected auto or a size such as 512M"
         ("optim: {max_grad_norm: -1}", "optim.max_grad_norm: expected a finite number, 0 or more"),
         ("optim: {warmup_steps: -1}", "optim.warmup_steps: expected an integer, 0 or more"),
         ("- 1\n- 2",
-         "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, islands, optim, run, got "
+         "expected a mapping of the sections model, data, lora, rl, dpo, kto, reward, comm, islands, optim, run, got "
          "[1, 2]"),
         ("#" * ((1 << 20) + 1), "expected a configuration file of at most 1048576 bytes, got more"),
         ("model: {path: m}", "data.path is missing: expected "),

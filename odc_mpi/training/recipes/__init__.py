@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from odc_mpi.training.recipes.dpo import DPO
 from odc_mpi.training.recipes.grpo import GRPO
+from odc_mpi.training.recipes.kto import KTO
 from odc_mpi.training.recipes.recipe import DEFAULT, Recipe
 from odc_mpi.training.recipes.reward import Reward
 from odc_mpi.training.recipes.sft import SFT
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
     from odc_mpi.training.settings import Config
 
 #: Values of `run.objective`.
-ObjectiveName = Literal["sft", "dpo", "reward", "grpo"]
+ObjectiveName = Literal["sft", "dpo", "kto", "reward", "grpo"]
 #: Recipes, keyed by the value of `run.objective`.
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (SFT(), DPO(), Reward(), GRPO())}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (SFT(), DPO(), KTO(), Reward(), GRPO())}
 
 
 def recipe_of(config: "Config") -> Recipe:

@@ -33,7 +33,7 @@ class GRPOObjective(Objective):
     extremes: ClassVar = {"logp_difference_max": max}
     metrics = (
         Metric("loss", "with GRPO the objective", DETAILS, "first last", "{:.4f}", ("loss", 8)),
-        Metric("kl", "KL divergence from the reference, with `rl.beta`", RESULT),
+        Metric("kl", "KL divergence from the reference, with `rl.beta` or KTO", RESULT),
         Metric("sampling/sampling_logp_difference/mean", "difference of log-probabilities in training and sampling"),
         Metric("sampling/sampling_logp_difference/max", "largest difference of log-probabilities"),
     )

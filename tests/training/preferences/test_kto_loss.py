@@ -1,0 +1,153 @@
+"""Losses of answers with labels are those of the `KTOTrainer` of TRL on the same tokens."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from packed_models import packed_model, plain_model
+
+from odc_mpi.data.dataset.format import LabelCounts
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.data.groups import read_groups
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.tokenizer import train_tokenizer
+from odc_mpi.models.token_logps import TokenLogps
+from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.training.preferences.answer_logps import AnswerLogps
+from odc_mpi.training.recipes.kto import KTOConfig
+from odc_mpi.training.recipes.kto import kl as kl_module
+from odc_mpi.training.recipes.kto.objective import KTOObjective, KTOScorer
+
+# Of the libraries of TRL.
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
+
+RECORDS = [
+    {"prompt": "the sky is ", "completion": "blue and wide", "label": True},
+    {"prompt": "the sky is ", "completion": "green", "label": False},
+    {"prompt": "two and two are ", "completion": "five, or six, or seven", "label": False},
+    {"prompt": "a b c ", "completion": "d e f g", "label": True},
+    {"prompt": "the end ", "completion": "of all", "label": True},
+]
+
+
+@pytest.fixture(scope="module", params=["kto", "apo_zero_unpaired"])
+def trl_trainer(tmp_path_factory, request):
+    """A trainer of TRL for a tiny model whose minibatch is one batch, and the data set of the same tokens."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("kto")
+    texts = [record[name] for record in RECORDS for name in ("prompt", "completion")]
+    tokenizer = train_tokenizer(iter(texts * 20), 300)
+    arguments = trl.KTOConfig(
+        str(folder),
+        per_device_train_batch_size=len(RECORDS),
+        train_sampling_strategy="sequential",
+        loss_type=request.param,
+        desirable_weight=1.3,
+        undesirable_weight=0.7,
+        use_cpu=True,
+        report_to="none",
+        bf16=False,
+    )
+    models = [plain_model(vocab_size=len(tokenizer), attention_dropout=0.0, max_position_embeddings=80) for _ in "ab"]
+    torch.manual_seed(5)
+    for parameter in models[1].parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    data = datasets.Dataset.from_list(RECORDS)
+    trainer = trl.KTOTrainer(models[0], models[1], arguments, train_dataset=data, processing_class=tokenizer)
+    with DatasetWriter(folder / "labels.h5", vocab_size=len(tokenizer), tokenizer="t", source="s") as writer:
+        for row in trainer.train_dataset:
+            tokens, num_prompt = np.array([*row["prompt_ids"], *row["completion_ids"]]), len(row["prompt_ids"])
+            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelCounts(num_prompt, int(row["label"])))
+    with Dataset(folder / "labels.h5") as dataset:
+        yield trainer, dataset, len(tokenizer)
+
+
+class OneRank:
+    """What the estimate needs of a run and its model, on one rank that claims all microbatches."""
+
+    def __init__(self, dataset):
+        self.device, self.rank, self.size, self.world = torch.device("cpu"), 0, 1, self
+        longest = int(dataset.lengths.max())
+        data = SimpleNamespace(max_tokens_per_microbatch=2 * longest, cost="linear")
+        self.config = SimpleNamespace(data=data, run=SimpleNamespace(exact=False))
+        self.inputs = SimpleNamespace(model=SimpleNamespace(packing=SimpleNamespace(packs=True), flops=CostModel()))
+
+    def activity(self, what):
+        return torch.no_grad()
+
+    def gather_values(self, values):
+        return np.array([values])
+
+    def draw(self, count):
+        return range(count)
+
+    def reset(self):
+        pass
+
+
+def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, monkeypatch):
+    trainer, dataset, vocab_size = trl_trainer
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(len(RECORDS))])
+    theirs = trainer.model.train().double()
+    trainer.ref_model.double()
+    theirs.zero_grad()
+    wanted = trainer.compute_loss(theirs, batch)
+    wanted.backward()
+
+    ours = packed_model(vocab_size=vocab_size, attention_dropout=0.0, max_position_embeddings=80).eval().double()
+    kto = KTOConfig(0.1, trainer.loss_type, 1.3, 0.7)
+
+    one_rank = OneRank(dataset)
+    monkeypatch.setattr(kl_module, "Tickets", lambda world: world)
+    policy = AnswerLogps(TokenLogps(ours), packs=True)
+    frozen = AnswerLogps(TokenLogps(copy_packed(trainer.ref_model, ours)), packs=True)
+    scorer = KTOScorer(policy, frozen)
+    estimator = kl_module.KLEstimator(one_rank, one_rank, scorer) if kto.loss_type == "kto" else None
+    objective = KTOObjective(kto, scorer, estimator)
+    indices = np.arange(len(RECORDS))
+    minibatch = SimpleNamespace(dataset=dataset, indices=indices, num_tokens=int(dataset.num_trained_tokens.sum()))
+    step = SimpleNamespace(minibatch=minibatch, metrics={})
+    objective.on_step_begin(step)
+    loss = objective.loss(minibatch, read_groups(dataset, indices))
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        bound = 1e-6 * float(other.grad.abs().max())
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    objective.on_microbatch_end(SimpleNamespace(loss=loss.item(), statistics=objective.statistics.tolist()))
+    gathered = MinibatchStats(objective.gathered_names)
+    gathered.local.update(zip(objective.gathered_names, objective.local_values(), strict=True))
+    gathered.receive_reports(np.stack([gathered.report(np.zeros(0), [True])]))
+    objective.on_gathered(step, gathered)
+    found = trainer._metrics["train"]
+    for name in ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl", "entropy"):
+        if name != "kl" or estimator:
+            assert step.metrics[name] == pytest.approx(found[name][0], rel=1e-5, abs=1e-6), name
+    if estimator:
+        assert step.metrics["kl"] > 0, "otherwise the estimate has no effect here"
+
+
+def copy_packed(reference, model):
+    """The reference model of TRL with the attention of the packed model."""
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(reference.state_dict())
+    return copied
+
+
+def test_a_mismatched_answer_is_truncated_and_a_single_prompt_gets_that_of_another(trl_trainer):
+    _, dataset, _ = trl_trainer
+    lengths, prompts = dataset.lengths, dataset.columns["num_prompt_tokens"]
+    order = np.array([3, 2, 0])
+    groups = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=order))
+    for position, (prompt, answer) in enumerate([(3, 0), (2, 3), (0, 2)]):
+        group = groups.read(position)
+        wanted = np.concatenate([dataset[prompt][0][: prompts[prompt]], dataset[answer][0][prompts[answer] :]])
+        [found] = group.answers
+        kept = wanted[: lengths.max()]
+        assert np.concatenate([group.prompt, found.tokens]).tolist() == kept.tolist()
+        assert groups.lengths[position] == len(kept) and len(found.loss_mask) == len(found.tokens)
+    [alone] = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=np.array([4]))).read(0).answers
+    assert alone.tokens.tolist() == dataset[0][0][prompts[0] :].tolist()
