@@ -150,13 +150,13 @@ def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark result as one line of JSON or as tables. Call this only on rank 0."""
-    if as_json:
-        print(json.dumps(result, allow_nan=False), flush=True)
-        return
-    # Imported late, since other ranks need neither.
+    """Print a result as tables or, if `as_json` or there is no report on it, as one line of JSON. Only on rank 0."""
+    # Imported late, since other ranks do not need it.
     from bench_report import KINDS
 
+    if as_json or result["benchmark"] not in KINDS:
+        print(json.dumps(result, allow_nan=False), flush=True)
+        return
     from odc_mpi.observe.terminal import make_console
     from odc_mpi.report.page import terminal
 

@@ -3,6 +3,7 @@ import sys
 import bench_report
 import pytest
 import schedule_speed
+import split_speed
 import train_speed
 import transport_speed
 from measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
@@ -76,6 +77,7 @@ def test_sizes_that_are_none(text):
         (schedule_speed, "--ranks 3", "unrecognized arguments: --ranks 3"),
         (train_speed, "--steps 0", "--steps: expected an integer above 0"),
         (train_speed, "--repeats 100000000000000000000", "--repeats: expected an integer above 0, at most"),
+        (split_speed, "--length 5000", "--length: expected a number from 0 to 4096, got 5000"),
         (bench_report, "/nowhere.json", "/nowhere.json: expected a run directory or a JSON file"),
     ],
 )

@@ -68,6 +68,14 @@ def test_train_speed(config, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {config.name}, "a benchmark leaves no run behind"
 
 
+def test_split_speed(tmp_path):
+    """Both train the same, and each sequence is split over the two ranks."""
+    result = printed("split_speed.py", "--length", 64, "--steps", 1, "--repeats", 1, cwd=tmp_path)
+    assert result["num_cut_sequences"] == result["num_sequences"] == 2 and result["loss_deviation"] < 1e-5
+    assert result["ratio"]["median"] > 0 and set(result["tokens_per_s"]) == {"dynamic", "split"}
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_user_error_of_the_ranks_is_one_line(tmp_path):
     done = launch(2, ROOT / "benchmarks" / "train_speed.py", "--config", "nowhere.yaml", cwd=tmp_path)
     assert done.code == 2, done.err
