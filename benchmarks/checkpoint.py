@@ -41,11 +41,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from baselines import gloo_process_group
+from measure import header, interleaved, parse_sizes, ratio, slowest, slowest_s
 from torch import nn
 
 from odc_mpi.api import shard_model
-from odc_mpi.bench.baselines import gloo_process_group
-from odc_mpi.bench.measure import header, interleaved, parse_sizes, ratio, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver

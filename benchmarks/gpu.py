@@ -47,10 +47,10 @@ import gpu_ranks
 import gpu_step
 import gpu_windows
 import torch
+from measure import header, make_progress_printer, parse_sizes
+from transport_speed import REDUCTIONS
 
 from odc_mpi.api import decide_for
-from odc_mpi.bench.measure import header, make_progress_printer, parse_sizes
-from odc_mpi.bench.transport import REDUCTIONS
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import kernels_unavailable_reason
 from odc_mpi.comm.windows.device_window import mapping_error

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 from gpu_windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_memory, sized_rounds
+from measure import entries, seconds
 
-from odc_mpi.bench.measure import entries, seconds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels import native
 from odc_mpi.simulate.events import quartiles

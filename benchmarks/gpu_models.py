@@ -42,8 +42,8 @@ import transformers
 from gpu_references import Padded
 from gpu_setup import ODC, TRANSFORMERS, Setup, prepare
 from gpu_step import PLAIN, failed, run
+from measure import header, make_progress_printer
 
-from odc_mpi.bench.measure import header, make_progress_printer
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.runtime.ranks import run_on_all_ranks

@@ -14,10 +14,10 @@ import torch
 from gpu_references import Padded, generate, greedy, load
 from gpu_setup import ODC, TRANSFORMERS, Setup
 from gpu_step import figures
+from measure import interleaved, ratio
+from train_speed import Contender
 from typing_extensions import override
 
-from odc_mpi.bench.measure import interleaved, ratio
-from odc_mpi.bench.train import Contender
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.generation.generate import generate as generate_one

@@ -9,7 +9,7 @@ All compute in `model.param_dtype`, sum gradients and optimize in fp32, on the G
 each keeps fp32 masters. One rank does not wait for other ranks: the overhead is moving units, and the runtime's own
 work. With many ranks, less waiting may save more than this costs, which is not measured here.
 
-Contenders alternate in rounds, as in `odc_mpi/bench/train.py`. A round ends when the GPU has finished. Before the
+Contenders alternate in rounds, as in `train_speed.py`. A round ends when the GPU has finished. Before the
 rounds each trains on a minibatch; one that fails then is left out.
 """
 
@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from baselines import UnshardedBaseline
 from gpu_memory import Memory
 from torch import nn
+from train_speed import Contender, Round, agreement, check_comparable, deviation, odc_step, run_rounds
 
-from odc_mpi.bench.baselines import UnshardedBaseline
-from odc_mpi.bench.train import Contender, Round, agreement, check_comparable, deviation, odc_step, run_rounds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader

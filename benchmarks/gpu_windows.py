@@ -16,7 +16,7 @@ a sequence of pushes when the gradients are complete, a sequence of copies with 
 that was only started counts as done. Copies of a sequence are queued on one stream, so launch times matter for small
 units only.
 
-As in `odc_mpi/bench/transport.py` units alternate, values are small whole numbers, and every sum is checked
+As in `transport_speed.py` units alternate, values are small whole numbers, and every sum is checked
 exactly.
 """
 
@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from measure import entries, interleaved, seconds, slowest
+from transport_speed import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 
-from odc_mpi.bench.measure import entries, interleaved, seconds, slowest
-from odc_mpi.bench.transport import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.transport import Transport

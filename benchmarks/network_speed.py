@@ -82,8 +82,9 @@ def train(world, name, config, steps):
     Returns tokens per second; per step bytes of a rank, bytes of a host and microbatches; and the percentage of the
     time that merges of islands take without their waits.
     """
-    from odc_mpi.bench.baselines import UnshardedBaseline
-    from odc_mpi.bench.measure import slowest_s
+    from baselines import UnshardedBaseline
+    from measure import slowest_s
+
     from odc_mpi.comm.islands.islands import Islands
     from odc_mpi.data.loader import Part
     from odc_mpi.training.context import RunContext
@@ -135,8 +136,8 @@ def received():
 def job(arguments):
     """Run as a rank: train all variants in rounds; rank 0 prints the figures of each as JSON."""
     import torch
+    from measure import interleaved
 
-    from odc_mpi.bench.measure import interleaved
     from odc_mpi.formatting import parse_size
     from odc_mpi.runtime.world import World
 

@@ -205,6 +205,7 @@ def simulate_rollouts(scenario: RolloutScenario) -> dict[str, Any]:
 def main() -> None:
     """Simulate the scenario of the command line, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_scenario(parser, lengths=RolloutScenario.lengths)
     for field in ("completions", "decode_step_s", "decode_sequence_s"):
         default = getattr(RolloutScenario, field)

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from measure import header, interleaved, ratio, slowest_s
 
 from odc_mpi.api import shard_model
-from odc_mpi.bench.measure import header, interleaved, ratio, slowest_s
 from odc_mpi.data.groups import Answer, GroupMicrobatch, PromptGroup, group_microbatches
 from odc_mpi.models.build import from_config
 from odc_mpi.models.token_logps import TokenLogps, TokenScores

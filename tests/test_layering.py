@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "odc_mpi"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parent
+BENCHMARKS = PACKAGE.parent / "benchmarks"
 
 #: Modules at the root that know nothing of the project, and that every folder may import.
 ROOT = {"errors", "files", "formatting", "hdf5_file", "hub", "yaml_dialect"}
@@ -37,13 +38,9 @@ MAY_SEE = {
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data", "observe.metrics", "islands.run_dir"},
-    "bench": {
-        *("runtime", "comm", "shard", "checkpoint", "probe", "api", "data", "models", "observe", "training"),
-        *("simulate", "report"),
-    },
     "cli": {
         *("runtime", "probe", "data", "checkpoint", "models", "observe", "training", "generation"),
-        *("slurm", "simulate", "report", "bench"),
+        *("slurm", "simulate", "report"),
     },
     "__main__": {"cli"},
     "__init__": set(),
@@ -52,19 +49,18 @@ MAY_SEE = {
 ROOT_ONLY = {
     *("comm.layout", "comm.buffers", "data.plan.cost", "data.plan.partition", "data.readers.stdlib"),
     *("runtime.deadline", "runtime.lateness", "runtime.start.pmi"),
-    *("probe.report", "probe.gpu", "cli.mpiexec", "simulate.events"),
+    *("probe.report", "probe.gpu", "simulate.events"),
 }
 #: These may import only this from their own folder: no MPI.
 SEE_ALSO = {
     "probe.decision": {"probe.report", "probe.device_decision"},
     "probe.device_decision": {"probe.report"},
     "probe.cache": {"probe.report"},
-    "bench.measure": set(),
 }
 #: Libraries that only these may import.
 KEPT_IN = {
     "mpi4py": {"runtime", "probe", "comm"},
-    "torch.distributed": {"bench.baselines"},
+    "torch.distributed": set(),
     "huggingface_hub": {"hub", "models.export"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
@@ -78,13 +74,15 @@ KEPT_IN = {
     "matplotlib": {"report.plots", "report.svg"},
     "yaml": {"yaml_dialect"},
     **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},
+    # Programs import the package, never the other way round.
+    **{path.stem: set() for path in BENCHMARKS.glob("*.py")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {
     "_attn_implementation": {"models.decoding", "models.configuration"},
     "_supports_sdpa": {"models.decoding", "models.families"},
     "_supports_attention_backend": {"models.families"},
-    "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines"},
+    "_no_split_modules": {"shard.partition", "models.compiled"},
     "_init_weights": {"models.weights.random_init"},
     "get_model_conversion_mapping": {"models.weights.conversion"},
     "rename_source_key": {"models.weights.conversion"},

@@ -6,21 +6,21 @@
 130 interrupted
 143 ended by SIGTERM, after temporary files have been removed
 141 output pipe closed by its reader, as by `head` in `odc-mpi checkpoint show RUN | head` (128 + SIGPIPE, as in shells)
-1   any other failure; commands that run mpiexec or sbatch return the exit code of that program
+1   any other failure; commands that run sbatch return the exit code of that program
 """
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, config, data, doctor, job, prepare, report, simulate, train, watch
+from odc_mpi.cli import config, data, doctor, job, prepare, report, simulate, train, watch
 from odc_mpi.cli.model import chat, checkpoint, export, generate
-from odc_mpi.cli.mpiexec import signals_handled
+from odc_mpi.cli.options import Parser
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.runtime.ranks import exit_as_interrupted, print_error
@@ -42,26 +42,18 @@ COMMANDS = {
     "report": report,
     "config": config,
     "job": job,
-    "bench": bench,
     "simulate": simulate,
 }
 #: Commands that accept settings (`--SECTION.KEY VALUE`), which the parser does not know.
 _WITH_SETTINGS = ("train", "job", "config")
 #: Commands that handle SIGTERM themselves, or that may wait in MPI, where Python does not run handlers of signals.
-_WITH_RANKS = ("train", "doctor", "generate", "chat", "bench")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError` instead of exiting if an argument is invalid."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}: see {self.prog} --help")
+_WITH_RANKS = ("train", "doctor", "generate", "chat")
 
 
 def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser for all commands, with the options of those in `names`. Invalid arguments raise `UserError`."""
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
-    parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
+    parser = Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
@@ -81,8 +73,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
     arguments, rest = parser(argv).parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:
-        usage = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])
-        raise UserError(f"unknown argument {rest[0]}: see {' '.join(usage)}")
+        usage = " ".join(filter(None, ["odc-mpi", arguments.command, "--help"]))
+        raise UserError(f"unknown argument {rest[0]}: see {usage}")
     arguments.argv, arguments.overrides = list(argv), rest
     return arguments
 
@@ -106,7 +98,7 @@ def _run(argv: Sequence[str]) -> int:
         if arguments.command is None:
             parser().print_help()
             return 0
-        with nullcontext() if arguments.command in _WITH_RANKS else signals_handled(_terminate, signal.SIGTERM):
+        with nullcontext() if arguments.command in _WITH_RANKS else _sigterm_handled():
             code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()  # a closed pipe raises here; at the exit, Python would print a traceback
         return code
@@ -129,6 +121,15 @@ def _run(argv: Sequence[str]) -> int:
         if is_launched():
             exit_as_interrupted()  # some launchers treat a rank that returns before MPI starts as successful
         return 130
+
+
+@contextmanager
+def _sigterm_handled() -> Iterator[None]:
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

@@ -2,9 +2,10 @@
 
 import argparse
 import os
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 #: Maximum value of an integer option. Larger values are probably typos, and some system calls reject them.
 MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that raises `UserError` instead of exiting if an argument is invalid."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with the message and the command that prints the help."""
+        raise UserError(f"{message}: see {self.prog} --help")
 
 
 def as_path(text: str) -> Path:
@@ -63,26 +72,19 @@ def attention_name(text: str) -> str:
     return text
 
 
-def step_seconds(text: str) -> float:
-    """Parse the duration of a step, which must be from 0.001 to 3600 seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1e-3 <= seconds <= 3600:  # nan fails both comparisons
-        raise argparse.ArgumentTypeError(f"expected seconds from 0.001 to 3600, got {text!r}")
-    return seconds
+def add_scenario(parser: argparse.ArgumentParser, omitted: Collection[str] = (), **defaults: Any) -> None:
+    """Add the options of a simulated scenario, except those of the fields in `omitted`.
 
-
-def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add `--json` and the options of a simulated scenario. `defaults` overrides field defaults by name."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    `defaults` overrides field defaults by name.
+    """
     lengths = defaults.get("lengths", ScenarioOptions.lengths)
     help_text = f"longalign, swesmith, aime, equal or the path of a data set; default: {lengths}"
     parser.add_argument(
         "--lengths", type=lambda text: str(as_path(text)), default=lengths, metavar="NAME", help=help_text
     )
     for field, (number, option) in OPTIONS.items():
+        if field in omitted:
+            continue
         default = defaults.get(field, getattr(ScenarioOptions, field))
         is_size = field.endswith("_bytes")
         convert, metavar = (size_in_bytes, "SIZE") if is_size else (number, "N" if number is int else "X")
@@ -99,7 +101,7 @@ def build_scenario(arguments: argparse.Namespace) -> "Scenario":
     names = {field.name for field in fields(Scenario)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     scenario = Scenario(**values)
-    scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
+    scenario.length_distribution  # noqa: B018 - an unknown name fails here
     return scenario
 
 

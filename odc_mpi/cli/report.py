@@ -4,14 +4,14 @@ import argparse
 
 from odc_mpi.cli.options import as_path
 
-HELP = "render a run or a benchmark as one HTML page"
+HELP = "render a run or a simulation as one HTML page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `odc-mpi report`."""
     parser.description = "Write a self-contained HTML page with figures. Does not need MPI."
     parser.add_argument(
-        "source", type=as_path, metavar="RUN_OR_BENCH", help="run directory, or JSON of bench or simulate"
+        "source", type=as_path, metavar="RUN_OR_JSON", help="run directory, or JSON of odc-mpi simulate"
     )
     parser.add_argument("--out", type=as_path, metavar="FILE", help="default: RUN/report.html, or beside the JSON")
     parser.add_argument("--picture", metavar="NAME", help="write only this figure as SVG, such as gantt")

@@ -84,16 +84,6 @@ class Minibatch:
         for positions in filter(None, self.plan.microbatches[self.rank]):
             yield _read(self.dataset, self.indices[list(positions)])
 
-    def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield the dummy microbatches that this rank needs to run as many microbatches as the rank with the most.
-
-        Each dummy consists of the shortest sequence in the minibatch. Its loss and gradients must be ignored.
-        """
-        counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
-        shortest = int(self.dataset.lengths[self.indices].argmin())
-        for _ in range(max(counts) - counts[self.rank]):
-            yield _read(self.dataset, self.indices[shortest : shortest + 1])
-
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield this rank's microbatches other than chunks, and then those that it claims from the pool.
 

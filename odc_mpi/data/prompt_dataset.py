@@ -18,7 +18,7 @@ from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_prompt
 from odc_mpi.data.records.schema import BESIDE
 from odc_mpi.data.sources import DataSource, suggest_name
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
 
 _NO_COLUMNS = ("prompt", "messages", *BESIDE)  # fields that make up the prompt
 #: Names of the arguments that reward functions receive besides the columns.
@@ -69,6 +69,16 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
         yield [(parse_prompt(record, location), record) for record, location in records]
     if empty:
         raise UserError(f"{expected} contains no prompt")
+
+
+def warn_ignored(setting: str, ignored: Mapping[str, int], num_prompts: int) -> None:
+    """Print a warning for each part of prompts that the chat template leaves out.
+
+    `setting` is the name of the setting that specifies the prompts, and `ignored` has the number of prompts for each
+    part (see `PromptDataset.ignored`).
+    """
+    for part, count in ignored.items():
+        warn(f"WARNING: {setting}: {part} is ignored in {count:,} of {num_prompts:,} prompts")
 
 
 class PromptDataset:

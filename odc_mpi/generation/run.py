@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -26,7 +27,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.chat.templates import fix_time
 from odc_mpi.data.encoding.encode import encode_prompts, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
-from odc_mpi.data.prompt_dataset import read_prompts
+from odc_mpi.data.prompt_dataset import read_prompts, warn_ignored
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.generation.generate import CompletionOutput, generate, max_new_tokens_for
@@ -54,7 +55,10 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
     world.run_on_all(lambda: _check_out(arguments) if world.rank == 0 else None)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.chat, arguments.prompts))
     source = load_on_all_ranks(arguments, world)
-    requests = world.run_on_all(lambda: _requests(source, examples))
+    ignored: Counter[str] = Counter()
+    requests = world.run_on_all(lambda: _requests(source, examples, ignored))
+    if world.rank == 0:
+        warn_ignored("--prompts", ignored, len(requests))
     world.require_same("\n".join(json.dumps(request.prompt) for request in requests), "the prompts")
     model = shard(source, arguments.device, world)
     tickets = Tickets(world)
@@ -135,18 +139,21 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
     return [Conversation(option, [{"role": "user", "content": question}]) for question in texts]
 
 
-def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
+def tokenize(
+    tokenizer: Any, examples: Sequence[Example], stop: Sequence[int], ignored: Counter[str] | None = None
+) -> list[Request]:
     """Tokenize prompts in the same way as training data.
 
     Conversations end with the generation prompt of the chat template. The stop tokens of a prompt are `stop`
-    and, for a conversation, the end-of-turn token. Raises `UserError` if a prompt cannot be encoded (see
-    `encode_prompts`).
+    and, for a conversation, the end-of-turn token. Counts in `ignored` what the chat template leaves out of prompts.
+    Raises `UserError` if a prompt cannot be encoded (see `encode_prompts`).
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     chat_stop = tuple(stop) if turn is None or turn in stop else (*stop, turn)
+    prompts = encode_prompts(tokenizer, examples, ignored)
     return [
         Request(example, Prompt(index, tokens, chat_stop if isinstance(example, Conversation) else tuple(stop)))
-        for index, (example, tokens) in enumerate(zip(examples, encode_prompts(tokenizer, examples), strict=True))
+        for index, (example, tokens) in enumerate(zip(examples, prompts, strict=True))
     ]
 
 
@@ -159,8 +166,8 @@ def output_record(tokenizer: Any, request: Request, completion: CompletionOutput
     return {**prompt, "completion": text, **count}
 
 
-def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Request]:
-    requests = tokenize(source.tokenizer, examples, source.stop)
+def _requests(source: GenerationModel, examples: Sequence[Example], ignored: Counter[str]) -> list[Request]:
+    requests = tokenize(source.tokenizer, examples, source.stop, ignored)
     for request in requests:
         try:
             max_new_tokens_for(source.meta_model.module, request.prompt)

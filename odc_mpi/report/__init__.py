@@ -1,1 +1,1 @@
-"""Reports on runs and benchmarks: HTML pages with plots, and tables for terminals. Does not use MPI."""
+"""Reports on runs and simulations: HTML pages with plots, and tables for terminals. Does not use MPI."""

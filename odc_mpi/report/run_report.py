@@ -31,7 +31,8 @@ def describe(run_dir: Path) -> ReportPage:
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):
         raise UserError(
-            f"{run_dir}: expected a run directory, which has config.yaml and metrics.jsonl, or the JSON of a benchmark"
+            f"{run_dir}: expected a run directory, which has config.yaml and metrics.jsonl, or the JSON of odc-mpi "
+            "simulate"
         )
     notes: list[str] = []
     text = config.read_text(encoding="utf-8") if config.is_file() else ""

@@ -1,6 +1,6 @@
 """Simulation scenarios: minibatches with the costs that ranks use for planning, and with their true durations.
 
-The simulator adds up the true durations, whereas `bench.schedule` sleeps for these durations.
+The simulator adds up the true durations, whereas `benchmarks/schedule_speed.py` sleeps for these durations.
 
 Sequence lengths are sampled from those of a prepared data set, or as for a well-known data set: from a log-normal
 distribution up to a maximum, with the mean that the ODC paper (arXiv 2601.19362) gives for the data set.

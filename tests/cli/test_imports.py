@@ -38,7 +38,7 @@ def unfrozen():
         (["--version"], "code 0"),
         (["train", "--help"], "code 0"),
         (["simulate", "--minibatches", "1"], "code 0"),
-        (["bench", "schedule", "--ranks", "0"], "code 2"),
+        (["simulate", "--ranks", "0"], "code 2"),
         (["train", "--config", "/nowhere.yaml"], "code 2 mpi4py"),  # all ranks agree on the mistake
         (["train", "--run.steps", "many"], "code 2 mpi4py"),
     ],

@@ -71,13 +71,8 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
         (["prepare", "/nowhere.jsonl", "--out", "out.h5"], ["/nowhere.jsonl"]),
         (["prepare", "stdlib", "--out", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "--out", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
-        (["bench"], ["BENCHMARK"]),
-        (["bench", "transprot"], ["transprot", "transport"]),
-        (["bench", "transport", "--ranks", "0"], ["--ranks", "'0'"]),
-        (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
-        (["bench", "train", "--steps", "0"], ["--steps: expected an integer above 0"]),
-        (["bench", "train", "--repeats", "1" + 20 * "0"], ["--repeats: expected an integer above 0, at most"]),
-        (["bench", "transport", "--size", "1M"], ["--size"]),
+        (["simulate", "--ranks", "0"], ["--ranks", "0"]),
+        (["simulate", "--rank", "2"], ["unknown argument --rank: see odc-mpi simulate --help"]),
     ],
 )
 def test_user_errors_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):

@@ -45,6 +45,17 @@ def test_a_conversation(directory, tmp_path, capsys, monkeypatch):
     assert system == first
 
 
+def test_parts_of_prompts_that_the_template_leaves_out_are_reported_once(directory, tmp_path, capsys, monkeypatch):
+    messages, tools = [{"role": "user", "content": "3 5"}], [{"type": "function", "function": {"name": "add"}}]
+    lines = [{"messages": messages}, *2 * [{"messages": messages, "tools": tools}]]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = answers(capsys, monkeypatch, "generate", directory, "--prompts", str(prompts))
+    warnings = [line for line in output.err.splitlines() if "WARNING" in line]
+    left_out = "`tools` (the chat template leaves it out) is ignored in 2 of 3 prompts"
+    assert warnings == [f"odc_mpi: WARNING: --prompts: {left_out}"]
+
+
 def test_a_model_without_a_template(directory, tmp_path, capsys):
     (tmp_path / "model" / "chat_template.jinja").unlink()
     assert cli.main(["chat", directory]) == 2

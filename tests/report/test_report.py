@@ -7,13 +7,12 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
 
 import matplotlib.figure
 import numpy as np
 import pytest
 from declared_metrics import SFT
-from rich.console import Console
+from report_pages import NASTY, extract_plots, needs_nothing_else
 from small_run import write_sequences
 from step_metrics import STEP
 from user_errors import user_error
@@ -21,14 +20,12 @@ from user_errors import user_error
 from odc_mpi.cli import main as cli
 from odc_mpi.observe.metrics import write_declarations
 from odc_mpi.observe.trace import NUM_BINS
-from odc_mpi.report import bench_report, report
-from odc_mpi.report.page import Figure, ReportPage, html, terminal
+from odc_mpi.report import report
+from odc_mpi.report.page import Figure, ReportPage, html
 from odc_mpi.report.plots import Curve, Panel, curves
 from odc_mpi.report.run_report import describe
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
-
-NASTY = "<script>alert('&')</script>"
 
 
 def step(number, **changes):
@@ -70,82 +67,15 @@ def write_trace(run, ranks):
     (run / "trace.json").write_text(json.dumps(content))
 
 
-def training_result():
-    names = ("fsdp2", "window/lb_micro", "window/lb_mini", "window/dynamic", "ceiling")
-    speeds = {name: 1000.0 * (i + 1) for i, name in enumerate(names)} | {"fsdp2/lb_mini": 1600.0}
-    return {
-        "benchmark": "train",
-        "repeats": 7,
-        "steps": 4,
-        "library": NASTY,
-        "ranks": 2,
-        "threads": 1,
-        "tokens_per_s": speeds,
-        "quartiles": {name: [0.9 * speed, 1.1 * speed] for name, speed in speeds.items()},
-        "ratio_to_fsdp2": {name: speed / 1000 for name, speed in speeds.items()},
-        "ratio_to_ceiling": {name: speed / 5000 for name, speed in speeds.items()},
-        "losses": [8.0, 7.5, None, 7.0],
-        "loss_deviation": dict.fromkeys(speeds, 1e-6),
-        "model_numel": 8_000_000,
-        "reduction": "accumulate",
-        "zero_copy": "on",
-        "progress": "off",
-        "load_average": [0.5, 2.0],
-    }
-
-
-#: Seconds for a unit of 10 GB.
-SLOWNESS = {
-    "memcpy": 1.0,
-    "fetch_zero_copy": 1e-6,
-    "fetch_copy": 1.25,
-    "mpi_allgather": 2.0,
-    "push_accumulate": 2.5,
-    "push_mailbox": 3.0,
-    "mpi_reduce_scatter": 4.0,
-}
-
-
-def transport_entry(name, size_bytes):
-    time_s = SLOWNESS[name]
-    found = {"seconds": dict.fromkeys(("low", "median", "high"), time_s), "gb_per_s": None, "of_memcpy": None}
-    if name != "fetch_zero_copy":
-        speed = size_bytes / time_s / 1e9
-        found |= {"gb_per_s": {"low": speed * 0.9, "median": speed, "high": speed * 1.1}, "of_memcpy": 1 / time_s}
-    return found
-
-
-def transport_result():
-    sizes = [
-        {"size_bytes": size, "all_at_once": {name: transport_entry(name, size) for name in SLOWNESS}}
-        for size in (65536, 1 << 20, 10**10)
-    ]
-    del sizes[0]["all_at_once"]["mpi_allgather"]
-    fields = {"ranks": 2, "nodes": 1, "cores_per_rank": 1, "repeats": 7, "load_average": [0.5, 2.04]}
-    return {"benchmark": "transport", "library": f"Open MPI {NASTY}", "sizes": sizes, **fields}
-
-
-def schedule_result():
+def simulated():
     found = simulate(Scenario(ranks=4, num_minibatches=2, speed_variation=0.2))
-    output = {"benchmark": "schedule", "library": "MPICH 5.0.2", "nodes": 1, "slept_step_s": 1.0}
-    return json.loads(json.dumps(output | found | {"simulated": found["speedup"]}))
+    return json.loads(json.dumps({"benchmark": "simulate"} | found))
 
 
 def written(source, content=None, **options):
     if content is not None:
         source.write_text(json.dumps(content))
     return report.write(source, **options).read_text()
-
-
-def extract_plots(page):
-    """Extract the plots of a page: each a well-formed document, without duplicate names."""
-    found = re.findall(r"<svg.*?</svg>", page, re.S)
-    ids = re.findall(r'\bid="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r"url\(#([^)]+)\)", page)) | set(re.findall(r'href="#([^"]+)"', page)) <= set(ids)
-    for svg in found:
-        ElementTree.fromstring(svg)
-    return found
 
 
 def drawn(output, name):
@@ -165,13 +95,6 @@ def values_at(canvas, x):
             label if axes.get_legend() else "": values[x] for label, values in curves.items() if x in values
         }
     return found
-
-
-def needs_nothing_else(page):
-    for address in re.findall(r'(?:src|href|action|data)\s*=\s*"([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page):
-        assert address.startswith("#"), address
-    rest = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
-    assert "http" not in rest and "<script" not in page and "@import" not in page
 
 
 def test_a_page_of_a_run(run):
@@ -353,14 +276,14 @@ def test_of_many_steps_and_ranks_some_are_shown(run):
 
 
 def test_a_page_of_schedules(tmp_path):
-    page = written(tmp_path / "found.json", schedule_result())
+    page = written(tmp_path / "found.json", simulated())
     needs_nothing_else(page)
     gantt, speedups = extract_plots(page)
     for words in ("collective/lb_micro", "window/dynamic", "rank 3", "waits for other ranks"):
         assert words in gantt
-    for words in ("window/local_sort", "floor", "simulated"):
+    for words in ("window/local_sort", "floor"):
         assert words in speedups
-    assert "measured on the real runtime" in page and "window/split" not in gantt
+    assert "Simulated by odc-mpi simulate, not measured" in page and "window/split" not in gantt
     assert (tmp_path / "found.html").exists()
 
 
@@ -369,49 +292,11 @@ def test_islands_are_listed_and_split_sequences_are_drawn_where_they_gain(tmp_pa
     page = written(tmp_path / "a.json", {"benchmark": "simulate", **simulate(scenario)})
     assert "islands/dynamic" in page and "outer/dynamic" in page
     assert "The longest sequences split, window/split" in page and ", split " in page
-    assert "Simulated by odc-mpi simulate, not measured" in page and "measured on the real runtime" not in page
-
-
-def test_a_page_of_training(tmp_path):
-    page = written(tmp_path / "found.json", training_result())
-    needs_nothing_else(page)
-    speeds, losses = extract_plots(page)
-    title = "window/dynamic trains 2.50 times as fast as FSDP2 with its better plan (fsdp2/lb_mini)"
-    for words in (title, "4,000", "0.80", "ceiling"):
-        assert words in speeds
-    assert "losses differ by at most 1e-06" in losses
-    assert NASTY not in page
-
-
-def test_a_page_of_transports(tmp_path):
-    page = written(tmp_path / "found.json", transport_result())
-    needs_nothing_else(page)
-    (speeds,) = extract_plots(page)
-    for words in ("accumulate", "mailbox", "MPI_Allgather", "64K", "A fetch of 9765625K moves 8 GB/s"):
-        assert words in speeds
-    _, values = page.split("<summary>Values</summary>")
-    assert "± half the interquartile range" in values.split("</details>")[0] and "<td>" in values
-    assert NASTY not in page
-
-
-def test_tables_of_transports_fit_a_terminal():
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(terminal(bench_report.describe(transport_result())))
-    output = capture.get()
-    assert "…" not in output
-    assert max(len(line.rstrip()) for line in output.splitlines()) <= 80
-    rows = [line.split() for line in output.splitlines()]
-    assert next(row for row in rows if row[:1] == ["1M"])[:4] == ["1M", "0.00", "±", "10%"]
-    for words in (
-        *("Open MPI", "2 ranks on 1 node, 1 core each, 7 rounds, all ranks at once", "mailbox", "accumulate"),
-        *("load of the node: 0.5 before, 2.0 after", "1 us"),
-    ):
-        assert words in " ".join(output.split()), words
+    assert "measured on the real runtime" not in page
 
 
 def test_pictures_are_text_and_the_same_each_time(tmp_path):
-    first, second = (written(tmp_path / "found.json", schedule_result(), plot_name="gantt") for _ in range(2))
+    first, second = (written(tmp_path / "found.json", simulated(), plot_name="gantt") for _ in range(2))
     assert first == second
     assert "<text" in first and "collective/lb_micro" in first
     assert (tmp_path / "found.gantt.svg").exists()
@@ -443,7 +328,7 @@ def test_any_name_is_drawn_as_it_is():
 
 def test_drawing_prints_nothing_if_the_home_cannot_be_written(tmp_path):
     """Neither a missing cache folder nor the first list of fonts is reported. There is no pyplot, and no backend."""
-    (tmp_path / "found.json").write_text(json.dumps(transport_result()))
+    (tmp_path / "found.json").write_text(json.dumps(simulated()))
     program = f"""if True:
         import sys
         from odc_mpi.report import report
@@ -468,15 +353,13 @@ def test_drawing_prints_nothing_if_the_home_cannot_be_written(tmp_path):
         ("", "JSON"),
         ("[1, 2]", "got other JSON"),
         ('{"loss": 1}', "got other JSON"),
-        ('{"benchmark": "baking"}', "schedule or simulate or train or transport, got output of baking"),
-        ('{"benchmark": "schedule"}', "scenario"),
-        ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
-        ('{"benchmark": "transport", "sizes": []}', "transport"),
+        ('{"benchmark": "baking"}', "the --json output of simulate, got output of baking"),
+        ('{"benchmark": "simulate"}', "scenario"),
         ("\x00\x01\xff", "JSON"),
     ],
 )
 def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
-    source = tmp_path / "train_schedule_transport.json"
+    source = tmp_path / "found.json"
     if content is not None:
         source.write_text(content, encoding="latin-1")
     before = set(tmp_path.iterdir())

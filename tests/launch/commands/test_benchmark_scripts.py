@@ -4,16 +4,95 @@ import json
 
 import pytest
 from mpi_launch import ROOT, launch
+from train_speed import CONTENDERS
 
 from odc_mpi.runtime.start.start_times import PHASES
 
-pytestmark = pytest.mark.slow
+HEADER = ["benchmark", "library", "ranks", "nodes"]
+VARIANTS = {
+    *("memcpy", "fetch_zero_copy", "fetch_copy", "mpi_allgather"),
+    *("push_accumulate", "push_mailbox", "mpi_reduce_scatter"),
+}
+# One contender takes longer than the others may wait.
+SLOW = """
+import sys, time
+import train_speed
+def slow():
+    time.sleep(90)
+    return train_speed.idle()
+train_speed._Contenders._unsharded = lambda self: slow
+sys.exit(train_speed.main())
+"""
 
 
-def printed(script, *words, ranks=2):
-    done = launch(ranks, ROOT / "benchmarks" / script, *words, timeout_s=200)
+def printed(script, *words, ranks=2, **options):
+    done = launch(ranks, ROOT / "benchmarks" / script, *words, timeout_s=200, **options)
     assert done.code == 0, done.err
     return json.loads(done.out.splitlines()[-1])
+
+
+@pytest.mark.quick
+def test_transport_speed():
+    """Few operations of each kind, and units of which the last of three ranks owns nothing, 25 elements."""
+    result = printed("transport_speed.py", "--sizes", "2M,100", "--repeats", 2, "--json", ranks=3)
+    assert list(result) == [*HEADER, "cores_per_rank", "repeats", "dtype", "load_average", "sizes"]
+    assert (result["benchmark"], result["ranks"], result["nodes"], result["repeats"]) == ("transport", 3, 1, 2)
+    assert [size["size_bytes"] for size in result["sizes"]] == [2 << 20, 100]
+    for size in result["sizes"]:
+        assert list(size) == ["size_bytes", "num_units", "crossing_bytes", "all_at_once"]
+        assert 0 <= size["crossing_bytes"] < size["size_bytes"] and size["num_units"] > 1
+        assert set(size["all_at_once"]) == VARIANTS
+        for name, entry in size["all_at_once"].items():
+            assert list(entry) == ["seconds", "gb_per_s", "of_memcpy"]
+            assert 0 < entry["seconds"]["low"] <= entry["seconds"]["median"] <= entry["seconds"]["high"]
+            moves = name != "fetch_zero_copy"
+            assert [entry[key] is not None for key in ("gb_per_s", "of_memcpy")] == [moves, moves]
+        assert size["all_at_once"]["memcpy"]["of_memcpy"] == 1
+
+
+def test_transport_speed_prints_tables_on_one_rank():
+    done = launch(1, ROOT / "benchmarks" / "transport_speed.py", "--sizes", "2M,100", "--repeats", 2)
+    assert done.code == 0, done.err
+    assert "1 rank on 1 node" in done.out and "measuring units of 2M" in done.err
+
+
+@pytest.mark.timeout(240)
+def test_train_speed(config, tmp_path):
+    result = printed("train_speed.py", "--steps", 1, "--repeats", 1, "--config", config, "--json", cwd=tmp_path)
+    for key in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "loss_deviation"):
+        assert set(result[key]) == set(CONTENDERS), key
+    assert all(speed > 0 for speed in result["tokens_per_s"].values())
+    assert result["ratio_to_fsdp2"]["fsdp2"] == result["ratio_to_ceiling"]["ceiling"] == 1.0
+    assert (result["benchmark"], result["ranks"], result["steps"], result["repeats"]) == ("train", 2, 1, 1)
+    assert len(result["losses"]) == 2 and len(result["load_average"]) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {config.name}, "a benchmark leaves no run behind"
+
+
+def test_split_speed(tmp_path):
+    """Both train the same, and each sequence is split over the two ranks."""
+    result = printed("split_speed.py", "--length", 64, "--steps", 1, "--repeats", 1, cwd=tmp_path)
+    assert result["num_cut_sequences"] == result["num_sequences"] == 2 and result["loss_deviation"] < 1e-5
+    assert result["ratio"]["median"] > 0 and set(result["tokens_per_s"]) == {"dynamic", "split"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_user_error_of_the_ranks_is_one_line(tmp_path):
+    done = launch(2, ROOT / "benchmarks" / "train_speed.py", "--config", "nowhere.yaml", cwd=tmp_path)
+    assert done.code == 2, done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert "nowhere.yaml" in line and "Traceback" not in done.err
+
+
+@pytest.mark.timeout(240)
+def test_a_wait_has_the_limit_of_the_program(config, tmp_path):
+    """The second rank waits for the first, which takes 90 s: more than it may, and the message says what to change."""
+    (tmp_path / "script.py").write_text(SLOW)
+    words = ["--steps", 1, "--repeats", 1, "--config", config, "--timeout-s", 20]
+    path = f"{ROOT}:{ROOT / 'benchmarks'}"
+    done = launch(2, tmp_path / "script.py", *words, timeout_s=200, cwd=tmp_path, PYTHONPATH=path)
+    assert done.code != 0
+    assert "waited more than 20 s while ending ceiling" in done.err
+    assert "the limit is --timeout-s" in done.err and "comm.timeout_s" not in done.err
 
 
 def test_checkpoint(tmp_path):

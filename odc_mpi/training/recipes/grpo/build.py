@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from odc_mpi.data.prompt_dataset import PromptDataset
+from odc_mpi.data.prompt_dataset import PromptDataset, warn_ignored
 from odc_mpi.errors import warn
 from odc_mpi.observe.callback import Callback
 from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
@@ -30,8 +30,7 @@ def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
     names = [function.name for function in functions]
     for setting, prompts in inputs.datasets.items() if world.rank == 0 else ():
         assert isinstance(prompts, PromptDataset)
-        for ignored, count in prompts.ignored.items():
-            warn(f"WARNING: {setting}: {ignored} is ignored in {count:,} of {len(prompts):,} prompts")
+        warn_ignored(setting, prompts.ignored, len(prompts))
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(
             f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "

@@ -1,6 +1,13 @@
-import pytest
+import sys
 
-from odc_mpi.bench.measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
+import bench_report
+import pytest
+import schedule_speed
+import split_speed
+import train_speed
+import transport_speed
+from measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
+
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_size
 from odc_mpi.simulate.events import quartiles
@@ -20,7 +27,7 @@ def test_variants_take_turns():
 
 def test_operations_take_turns_and_the_end_is_timed_too(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("odc_mpi.bench.measure.perf_counter", lambda: now[0])
+    monkeypatch.setattr("measure.perf_counter", lambda: now[0])
     order = []
 
     def take(name, time_s):
@@ -56,3 +63,26 @@ def test_sizes():
 def test_sizes_that_are_none(text):
     with pytest.raises(UserError, match="--sizes: expected sizes such as"):
         parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "words"),
+    [
+        (transport_speed, "--sizes 64X", "--sizes: expected sizes such as"),
+        (transport_speed, "--size 1M", "unrecognized arguments: --size 1M: see transport_speed.py --help"),
+        (transport_speed, "--timeout-s -1", "--timeout-s"),
+        (schedule_speed, "--lengths longaling", "longalign"),
+        (schedule_speed, "--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
+        (schedule_speed, "--step-s inf", "--step-s"),
+        (schedule_speed, "--ranks 3", "unrecognized arguments: --ranks 3"),
+        (train_speed, "--steps 0", "--steps: expected an integer above 0"),
+        (train_speed, "--repeats 100000000000000000000", "--repeats: expected an integer above 0, at most"),
+        (split_speed, "--length 5000", "--length: expected a number from 0 to 4096, got 5000"),
+        (bench_report, "/nowhere.json", "/nowhere.json: expected a run directory or a JSON file"),
+    ],
+)
+def test_user_errors_are_one_line(monkeypatch, capsys, program, options, words):
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{program.__name__}.py", *options.split()])
+    assert program.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("odc-mpi: error: ") and words in line

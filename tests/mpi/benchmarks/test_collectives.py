@@ -1,9 +1,8 @@
-"""The collectives with which benchmarks compare: blocking, and started several at a time."""
+"""The collectives with which programs compare: blocking, and started several at a time."""
 
 import pytest
 import torch
-
-from odc_mpi.comm.collectives import CollectiveCommunicator
+from collectives import CollectiveCommunicator
 
 NUMEL = 1000
 

@@ -1,17 +1,27 @@
-"""Benchmark of the training speed of FSDP2, odc_mpi and unsharded training, which are called contenders.
+"""Compare the training speed of FSDP2, odc_mpi and unsharded training, which are called contenders.
+
+    mpiexec -n 2 python benchmarks/train_speed.py [--config FILE] [--steps 4] [--repeats 7] [--exact] [--json]
+
+All ranks must be on one node. By default, they train a small model on the data set of the quick start.
 
 In each round, the contenders take turns training on the same minibatches, and the time of the slowest rank counts. The
 first round is a warm-up. All contenders start from the same weights, and each trains its own copy. Their losses must
-agree at every step, which shows that no contender is faster because it does less work. The studies in `benchmarks/`
-use the same rounds.
+agree at every step, which shows that no contender is faster because it does less work. Other programs use the same
+rounds.
 
 For the contender `ceiling`, rank 0 trains on all sequences in plain PyTorch while the other ranks are idle. The ceiling
-is the speed of rank 0 multiplied by the number of ranks.
+is the speed of rank 0 multiplied by the number of ranks. `--exact` also measures windows with `run.exact`.
+
+The JSON object has, by contender, `tokens_per_s`, its `quartiles`, `ratio_to_fsdp2`, `ratio_to_ceiling` and
+`loss_deviation`, the largest relative difference from the losses of FSDP2, which are in `losses`. The other keys are
+those of `measure.header` and of `_Contenders.describe`.
 """
 
+import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,9 +30,10 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
+from baselines import FSDPBaseline, UnshardedBaseline, gloo_process_group
+from measure import Measure, header, interleaved, ratio, run_program, slowest_s
 
-from odc_mpi.bench.baselines import FSDPBaseline, UnshardedBaseline, gloo_process_group
-from odc_mpi.bench.measure import header, interleaved, ratio, slowest_s
+from odc_mpi.cli.options import Parser, as_path, positive_int
 from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.world import World
@@ -84,6 +95,24 @@ MODEL: dict[str, Any] = {
 Contender: TypeAlias = Callable[[], tuple[float, int]]
 
 
+def main() -> int:
+    """Measure, let rank 0 print the result, and return the exit code. Collective."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--config", type=as_path, metavar="FILE", help="as for odc-mpi train; default: a small model")
+    parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches per round; default: 4")
+    parser.add_argument("--repeats", type=positive_int, default=7, metavar="N", help="rounds; default: 7")
+    parser.add_argument("--exact", action="store_true", help="measure the cost of run.exact, too")
+
+    def prepare(arguments: argparse.Namespace) -> Measure:
+        def measure_on(world: World, report: Callable[[str], None]) -> dict[str, Any]:
+            config = configuration(world, arguments.config, report)
+            return measure(world, config, arguments.steps, arguments.repeats, report, exact=arguments.exact)
+
+        return measure_on
+
+    return run_program(parser, prepare)
+
+
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
     """Load the configuration in the file `path`, or the default configuration if `path` is None. Collective.
 
@@ -102,7 +131,7 @@ def configuration(world: World, path: Path | None, report: Callable[[str], None]
 
 
 def default_configuration(timeout_s: float) -> Config:
-    """Return the configuration that `odc-mpi bench train` uses if `--config` is not given."""
+    """Return the configuration that is used if `--config` is not given."""
     return Config(
         model=ModelConfig(config=MODEL, param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -131,8 +160,8 @@ def measure(
         speeds, and `loss_deviation`, the maximum relative difference from the losses of FSDP2, which are in `losses`.
     """
     if world.num_nodes > 1:
-        raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")
-    world.run_on_all(lambda: check_comparable(config, COMPARABLE, "bench train"))
+        raise AllRanksUserError(f"train_speed.py compares on one node, got {world.num_nodes}")
+    world.run_on_all(lambda: check_comparable(config, COMPARABLE, "train_speed.py"))
     before = os.getloadavg()[0]
     torch.set_num_threads(config.run.threads or 1)
     contenders = _Contenders(world, config, (*OURS, *EXACT) if exact else OURS)
@@ -320,3 +349,7 @@ def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str,
         },
         "losses": [loss for each in rounds[BASELINE] for loss in each.losses],
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Baselines for the benchmarks: plain PyTorch, and FSDP2 over gloo.
 
 With FSDP2, all ranks must run the same number of microbatches. A rank with fewer also runs the shortest sequence of the
-minibatch, with zero gradients. No other module initializes `torch.distributed`.
+minibatch, with zero gradients.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from odc_mpi.data.loader import Loader, Minibatch
-from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.data.microbatch import Microbatch, read_microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import build_model
@@ -64,7 +64,7 @@ class UnshardedBaseline:
         self._optimizer = make_optimizer(config.optim, trainable, shapes)
 
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch (see `train.Contender`)."""
+        """Train on the next minibatch (see `train_speed.Contender`)."""
         minibatch = next(self._loader)
         loss = self._run(minibatch)
         if self._max_norm:
@@ -111,7 +111,7 @@ class FSDPBaseline(UnshardedBaseline):
     def _run(self, minibatch: Minibatch) -> torch.Tensor:
         # FSDP averages gradients over ranks; the loss needs their sum.
         loss = run_microbatches(self._token_logps, minibatch, minibatch, factor=self._world.size)
-        run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)
+        run_microbatches(self._token_logps, minibatch, dummy_microbatches(minibatch), factor=0.0)
         return loss
 
 
@@ -139,6 +139,17 @@ def gloo_process_group(world: World) -> Iterator[None]:
     yield
     with world.deadline("closing gloo"):
         dist.destroy_process_group()
+
+
+def dummy_microbatches(minibatch: Minibatch) -> Iterator[Microbatch]:
+    """Yield the dummy microbatches that this rank needs to run as many microbatches as the rank with the most.
+
+    Each dummy consists of the shortest sequence in the minibatch. Its loss and gradients must be ignored.
+    """
+    counts = [sum(map(bool, microbatches)) for microbatches in minibatch.plan.microbatches]
+    shortest = int(minibatch.dataset.lengths[minibatch.indices].argmin())
+    for _ in range(max(counts) - counts[minibatch.rank]):
+        yield read_microbatch(minibatch.dataset, minibatch.indices[shortest : shortest + 1])
 
 
 def run_microbatches(

@@ -1,12 +1,11 @@
-"""A minibatch on one rank of the schedule benchmark, without MPI between ranks; errors of its command."""
+"""A minibatch on one rank of the benchmark of schedules, without MPI between ranks."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from user_errors import user_error
+from schedule_speed import CollectiveRunner, Runner, measure
 
-from odc_mpi.bench.schedule import CollectiveRunner, Runner, measure
 from odc_mpi.comm.work import Work
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
@@ -35,7 +34,7 @@ class SilentRunner(CollectiveRunner):
 
 def test_several_nodes_are_refused():
     """Ranks that sleep on other nodes answer no requests."""
-    with pytest.raises(AllRanksUserError, match="measures on one node, got 2"):
+    with pytest.raises(AllRanksUserError, match="measured on one node, got 2"):
         measure(SimpleNamespace(num_nodes=2), Scenario(), 1.0)
 
 
@@ -53,7 +52,7 @@ class LateClock:
 
 
 def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch):
-    monkeypatch.setattr("odc_mpi.bench.schedule.time", LateClock())
+    monkeypatch.setattr("schedule_speed.time", LateClock())
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
     trial = SimulatedMinibatch(Scenario(overhead_s=10.0), np.array([1, 2]), np.array([20.0, 30.0]), np.ones(1))
     sample = SilentRunner().run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
@@ -63,16 +62,3 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch
     assert edges == sorted(edges) and edges[-1] <= sample.end_s * 1e3
     # The pause is the padding between the two, which is not reported.
     assert max(b - a for a, b in zip(edges[1::2], edges[2::2], strict=False)) > 9
-
-
-@pytest.mark.parametrize(
-    ("options", "output"),
-    [
-        ("--lengths longaling", "longalign"),
-        ("--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
-        ("--step-s inf", "--step-s"),
-        ("--ranks 100000", "--ranks 100000: expected at most"),
-    ],
-)
-def test_user_errors_are_one_line(capsys, options, output):
-    assert output in user_error(capsys, "bench", "schedule", "--ranks", 2, *options.split())

@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from train_speed import TOLERANCE, Round, agreement, deviation
 
-from odc_mpi.bench.train import TOLERANCE, Round, agreement, deviation
 from odc_mpi.errors import AllRanksUserError
 
 

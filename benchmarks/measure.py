@@ -1,5 +1,7 @@
-"""Functions shared by the benchmarks: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
+"""Functions shared by the programs: options, interleaved rounds, times of the slowest rank, ratios, sizes, output."""
 
+import argparse
+import gc
 import json
 import os
 import statistics
@@ -7,19 +9,51 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from odc_mpi.cli.options import positive_int
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
+from odc_mpi.runtime.ranks import print_error, run_on_all_ranks
+from odc_mpi.runtime.start.launch import launched_rank
+from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-
-if TYPE_CHECKING:
-    from odc_mpi.runtime.world import World
 
 T = TypeVar("T")
 
 #: Default value of `--sizes`.
 DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
+#: Function that measures on all ranks, and returns the JSON object of a program. Its second argument is a function that
+#: prints a line about the progress. Collective.
+Measure: TypeAlias = Callable[[World, Callable[[str], None]], Mapping[str, Any]]
+
+
+def run_program(parser: argparse.ArgumentParser, prepare: Callable[[argparse.Namespace], Measure]) -> int:
+    """Parse the command line, measure, print the result on rank 0, and return the exit code of a program. Collective.
+
+    `prepare` checks the parsed options, and returns the function that measures. `--json` and `--timeout-s` are added.
+    """
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    # In some programs, a rank waits for a full round, so this is also the time limit of a wait.
+    parser.add_argument(
+        "--timeout-s", type=positive_int, default=900, metavar="S", help="time limit of a wait; default: 900"
+    )
+    try:
+        arguments = parser.parse_args()
+        measure = prepare(arguments)
+    except UserError as error:  # every rank has the same error: only one prints it
+        if launched_rank() == 0:
+            print_error(error)
+        return 2
+    gc.freeze()  # otherwise, collecting all imported objects takes 0.2 s, at a different time on every rank
+    world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
+
+    def work() -> None:
+        result = measure(world, make_progress_printer(world.rank))
+        if world.rank == 0:
+            print_result(result, arguments.json)
+
+    return run_on_all_ranks(world, work)
 
 
 def interleaved(
@@ -56,7 +90,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
     return (perf_counter() - start) / times
 
 
-def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
+def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
     """Return entries common to benchmark results, plus `fields`. `load` is the load average before the benchmark."""
     return {
         "benchmark": benchmark,
@@ -68,7 +102,7 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
     }
 
 
-def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
+def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
     """Call `work` on all ranks, and return the slowest rank's time in seconds. Collective.
 
     `what` describes the work in error messages.
@@ -81,7 +115,7 @@ def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
     return max(world.gather_objects(seconds))
 
 
-def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+def slowest(world: World, times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the time of the slowest rank for each variant and round, from the `times` of every rank. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
@@ -116,16 +150,17 @@ def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark result as one line of JSON or as tables. Call this only on rank 0."""
-    if as_json:
+    """Print a result as tables or, if `as_json` or there is no report on it, as one line of JSON. Only on rank 0."""
+    # Imported late, since other ranks do not need it.
+    from bench_report import KINDS
+
+    if as_json or result["benchmark"] not in KINDS:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
-    # Imported late: both imports are slow, and the process that starts the ranks prints no tables.
     from odc_mpi.observe.terminal import make_console
-    from odc_mpi.report.bench_report import describe
     from odc_mpi.report.page import terminal
 
-    make_console().print(terminal(describe(result)))
+    make_console().print(terminal(KINDS[result["benchmark"]](result)))
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:

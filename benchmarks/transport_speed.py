@@ -1,4 +1,6 @@
-"""Benchmark that compares the speed of fetches and pushes with that of memcpy and MPI collectives.
+"""Compare the speed of fetches and pushes with that of memcpy and MPI collectives.
+
+    mpiexec -n 2 python benchmarks/transport_speed.py [--sizes 64K,1M,256M] [--repeats 7] [--json]
 
 Unit sizes are measured sequentially. A measurement cycles through several units, as training does, so that none
 stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
@@ -19,10 +21,17 @@ Variants, all with units in fp32:
     mpi_reduce_scatter       sums the unit's gradients and keeps this rank's shard, as FSDP does
 
 Speeds are in GB/s, where 1 GB is 10^9 bytes of the *full unit*. A rank's own shard does not leave its process, however:
-`crossing_bytes` is the size of the other shards. benchmarks/README.md describes the JSON object.
+`crossing_bytes` is the size of the other shards.
+
+The JSON object has in `sizes`, for each size of a unit, `size_bytes`, `num_units`, `crossing_bytes` and `all_at_once`:
+by variant `seconds` and `gb_per_s` as quartiles over rounds, and `of_memcpy`, the speed relative to memcpy. It also has
+`cores_per_rank`, `repeats`, `dtype` and the keys of `measure.header`; `load_average`, before and after, shows if other
+processes were computing.
 """
 
+import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +39,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from collectives import CollectiveCommunicator
+from measure import DEFAULT_SIZES, Measure, entries, header, interleaved, parse_sizes, run_program, seconds, slowest
 
-from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
-from odc_mpi.comm.collectives import CollectiveCommunicator
+from odc_mpi.cli.options import Parser, positive_int
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
@@ -53,6 +63,20 @@ MAX_UNITS = 64
 SAMPLE_BYTES = 64 << 20
 #: ... but at most this number of operations, which is also the number if a variant moves no bytes.
 MAX_OPERATIONS = 256
+
+
+def main() -> int:
+    """Measure, let rank 0 print the result, and return the exit code. Collective."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    help_text = "unit sizes in bytes, such as 64K,1M,256M; default: 64K to 256M"
+    parser.add_argument("--sizes", default=DEFAULT_SIZES, metavar="LIST", help=help_text)
+    parser.add_argument("--repeats", type=positive_int, default=7, metavar="N", help="rounds; default: 7")
+
+    def prepare(arguments: argparse.Namespace) -> Measure:
+        sizes = parse_sizes(arguments.sizes)
+        return lambda world, report: measure(world, sizes, arguments.repeats, report)
+
+    return run_program(parser, prepare)
 
 
 @dataclass(frozen=True)
@@ -278,7 +302,11 @@ def require_host_memory(world: World, required: int, option: str = "--sizes") ->
         if required > free:
             raise UserError(
                 f"{free >> 20} MiB of memory are available, expected at least {required >> 20} MiB for "
-                f"{world.local_size} ranks on this node: choose smaller {option} or fewer --ranks"
+                f"{world.local_size} ranks on this node: choose smaller {option} or fewer ranks"
             )
 
     world.run_on_all(check_available)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

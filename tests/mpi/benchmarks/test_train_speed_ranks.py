@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import train_speed
 import transformers
+from baselines import build_unsharded_model
 from small_training import QWEN2, configure
 
-from odc_mpi.bench import train
-from odc_mpi.bench.baselines import build_unsharded_model
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.training.inputs import open_inputs
 
@@ -26,40 +26,40 @@ def config(dataset_path):
 @pytest.mark.sizes(2, 4)
 def test_all_ways_train_the_same(world, config):
     """Three sequences: on four ranks one has none, and runs dummy microbatches with FSDP2."""
-    result = train.measure(world, config, steps=2, repeats=1, exact=True)
-    assert set(result["tokens_per_s"]) == set(result["loss_deviation"]) == {*train.CONTENDERS, *train.EXACT}
+    result = train_speed.measure(world, config, steps=2, repeats=1, exact=True)
+    assert set(result["tokens_per_s"]) == set(result["loss_deviation"]) == {*train_speed.CONTENDERS, *train_speed.EXACT}
     assert max(result["loss_deviation"].values()) < 1e-5
     assert result["loss_deviation"]["exact/dynamic"] > 0
     assert len(result["losses"]) == 4
 
 
 def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch):
-    step = train.odc_step
+    step = train_speed.odc_step
 
     def wrong(*arguments):
         loss, num_tokens = step(*arguments)
         return 1.01 * loss, num_tokens
 
-    monkeypatch.setattr(train, "odc_step", wrong)
+    monkeypatch.setattr(train_speed, "odc_step", wrong)
     with pytest.raises(AllRanksUserError, match=r"losses of .* and fsdp2 differ by 0\.01"):
-        train.measure(world, config, steps=1, repeats=1)
+        train_speed.measure(world, config, steps=1, repeats=1)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model.param_dtype": "bfloat16"}, "model.param_dtype: bench train supports only float32, got bfloat16"),
+        ({"model.param_dtype": "bfloat16"}, "model.param_dtype: train_speed.py supports only float32, got bfloat16"),
         (
             {"model.gradient_checkpointing": "true"},
-            "model.gradient_checkpointing: bench train supports only false, got true",
+            "model.gradient_checkpointing: train_speed.py supports only false, got true",
         ),
-        ({"run.device": "cuda"}, "run.device: bench train supports only cpu, got cuda"),
-        ({"comm.progress": "thread"}, "comm.progress: bench train supports only auto or off, got thread"),
+        ({"run.device": "cuda"}, "run.device: train_speed.py supports only cpu, got cuda"),
+        ({"comm.progress": "thread"}, "comm.progress: train_speed.py supports only auto or off, got thread"),
     ],
 )
 def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words):
     with pytest.raises(AllRanksUserError, match=words):
-        train.measure(world, configure(dataset_path, **changes), steps=1, repeats=1)
+        train_speed.measure(world, configure(dataset_path, **changes), steps=1, repeats=1)
 
 
 def test_the_full_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):

@@ -1,6 +1,10 @@
-"""Benchmark of the step times of all transports and balancing strategies. Ranks may outnumber cores.
+"""Compare step times of all transports and balancing strategies, with sleeps in place of computation.
 
-The benchmark measures how long ranks wait for each other, not bandwidth. It uses the windows, collectives, tickets,
+    mpiexec -n 8 python benchmarks/schedule_speed.py [--per-rank 8] [--speed-variation 0.1] [--step-s 1] [--json]
+
+Ranks must be on one node, and may outnumber its cores. Other options are those of `odc-mpi simulate`.
+
+The times show how long ranks wait for each other, not bandwidth. The program uses the windows, collectives, tickets,
 plans and synchronization points of a training run, but instead of computing a unit, a rank sleeps for the modeled
 duration multiplied by a scale. Sleeping ranks can share a core. Units are small, so transfers take little time.
 
@@ -9,26 +13,30 @@ duration multiplied by a scale. Sleeping ranks can share a core. Units are small
     one minibatch      all ranks begin at the same time; the time ends when the slowest rank has published parameters
     one round          all schedules run the same minibatch, sequentially, in an order that rotates
 
-Results have the same keys as those of the simulator, with times divided by the scale. Schedules with split sequences
-are only simulated, because their chunks wait for keys and values, which are not computed here.
+Results have the same keys as those of the simulator, with times divided by the scale, those of `measure.header`,
+`slept_step_s`, and `simulated`: the speed-ups that the simulator computes. Schedules with split sequences are only
+simulated, because their chunks wait for keys and values, which are not computed here.
 """
 
+import argparse
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from collectives import CollectiveCommunicator
+from measure import Measure, header, rotate, run_program
+from transport_speed import unit_layout
 from typing_extensions import override
 
-from odc_mpi.bench.measure import header, rotate
-from odc_mpi.bench.transport import unit_layout
-from odc_mpi.comm.collectives import CollectiveCommunicator
+from odc_mpi.cli.options import Parser, add_scenario, build_scenario
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.tickets import Tickets
@@ -44,6 +52,38 @@ from odc_mpi.simulate.simulate import PAUSE_S, SCHEDULES, SPLIT, floor_s, plan, 
 MEASURED = tuple(name for name in SCHEDULES if name != SPLIT)
 #: Number of elements in a unit.
 UNIT_NUMEL = 1024
+#: Options of the simulator that do not apply: mpiexec defines the number of ranks, and there are no islands.
+OMITTED = ("ranks", "num_islands", "link_gb_per_s", "sync_every")
+
+
+def main() -> int:
+    """Measure, let rank 0 print the result, and return the exit code. Collective."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add_scenario(parser, OMITTED, num_minibatches=10, num_units=4)
+    help_text = "seconds of a perfectly balanced minibatch, to which all times are scaled; default: 1"
+    parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=help_text)
+
+    def prepare(arguments: argparse.Namespace) -> Measure:
+        scenario = build_scenario(arguments)
+
+        def measure_on(world: World, report: Callable[[str], None]) -> dict[str, Any]:
+            resized = world.run_on_all(lambda: replace(scenario, ranks=world.size))
+            return measure(world, resized, arguments.step_s, report)
+
+        return measure_on
+
+    return run_program(parser, prepare)
+
+
+def step_seconds(text: str) -> float:
+    """Parse the duration of a step, which must be from 0.001 to 3600 seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 3600:  # nan fails both comparisons
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.001 to 3600, got {text!r}")
+    return seconds
 
 
 def measure(
@@ -57,7 +97,7 @@ def measure(
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
-            f"bench schedule measures on one node, got {world.num_nodes}: sleeping ranks make no progress for other "
+            f"schedules are measured on one node, got {world.num_nodes}: sleeping ranks make no progress for other "
             "nodes. Use odc-mpi simulate, with any number of ranks"
         )
     before = os.getloadavg()[0]
@@ -283,3 +323,7 @@ class Sleeper:
         ended = time.perf_counter()
         self._late_s = ended - began - due
         self.slept.append((began, ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
