@@ -15,7 +15,8 @@ Each line or row is an example in one of these formats; the first format whose f
   chosen, rejected                pair of answers, texts or messages; prompt in prompt, conversations or instruction,
                                   or what both begin with; loss on the answers
   messages                        list of role and content; loss on assistant messages
-  prompt, completion              two texts, or two lists of messages; loss on the completion
+  prompt, completion (, label)    two texts, or two lists of messages; loss on the completion; label true or false makes
+                                  it a desirable or an undesirable answer, for run.objective kto
   conversations                   list of from and value; loss on assistant messages
   instruction, output (, input)   loss on output
   text                            loss on everything

@@ -42,6 +42,10 @@ def files(tmp_path_factory):
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
     answers = [{"prompt": f"What is {i} plus 1?", "chosen": str(i + 1), "rejected": "many"} for i in range(40)]
     (folder / "preferences.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
+    labeled = [
+        {"prompt": f"What is {i} plus 1?", "completion": str(i + 1 + i % 2), "label": i % 2 == 0} for i in range(40)
+    ]
+    (folder / "feedback.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labeled))
     (folder / "jobs").symlink_to(ROOT / "jobs")
     (folder / "code.csv").write_text("text\n" + "".join(f"x = {i}\n" for i in range(20)))
     (folder / "shards").mkdir()
