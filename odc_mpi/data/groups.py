@@ -100,7 +100,7 @@ class GroupMicrobatch(Microbatch):
 
 
 def read_group(dataset: Dataset, index: int) -> PromptGroup:
-    """Read a pair, or a prompt with its answer. The answer has a column `label`, a bool: whether it is desirable."""
+    """Read a pair, or a prompt with a labeled answer, which has a column `label`, a bool: whether it is desirable."""
     tokens, loss_mask = dataset[index]
     columns = {name: values[index] for name, values in dataset.columns.items()}
     label = {"label": np.array(columns["label"] == 1)} if "label" in columns else {}

@@ -51,7 +51,7 @@ from odc_mpi.formatting import printable_text, truncate_text
 _WORTH_PROCESSES = 32 << 20  # bytes of text; with less, one process is nearly done before others start
 _MAX_NAMES = 3
 _KINDS: dict[Kind, str] = {
-    "sequences": "an example without chosen and rejected, and without a boolean label",
+    "sequences": "an example without chosen and rejected, and without a label that is true or false",
     "pairs": "a pair of answers",
     "labels": "an answer with a label",
 }
@@ -249,7 +249,7 @@ def _check_kinds(kinds: dict[Kind, str], block: EncodedBlock) -> None:
         if other := next((each for each in kinds if each != kind), None):
             raise UserError(
                 f"{location}: got {_KINDS[kind]}, but {kinds[other]} is {_KINDS[other]}: prepare them separately, or "
-                "select the fields with --columns"
+                "select the fields of one kind with --columns"
             )
 
 

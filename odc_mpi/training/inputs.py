@@ -31,7 +31,8 @@ _TOKENIZER = "tokenizer.json"
 _KINDS = {
     "sequences": (
         "sequences without preferences",
-        "only the answers to imitate, for example with --columns messages=chosen or completion=chosen",
+        "only what is to be imitated: of pairs with --columns messages=chosen or completion=chosen, of labeled answers "
+        "the lines with the label true",
     ),
     "pairs": ("pairs of a chosen and a rejected answer", "records with the fields chosen and rejected"),
     "labels": ("answers with labels", "records with the fields prompt, completion and label, which is true or false"),

@@ -1,4 +1,4 @@
-"""The reference policy of an objective: the model before the training, which stays available during the training."""
+"""The reference policy (reference model) of an objective: the model before the training, available in each step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +13,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import build_model
 
-#: Function that computes log-probabilities of tokens under the reference policy, with the arguments of `TokenLogps`.
+#: Function with the arguments and the result of a `TokenLogps` of the reference policy, but without gradients.
 ReferenceFn = Callable[..., TokenScores]
 
 

@@ -154,7 +154,9 @@ class OptimConfig:
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
     learning_rate: Annotated[
-        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4; dpo, kto, grpo 1e-6; reward 1e-4", _RATE
+        Literal["auto"] | float,
+        "peak; auto: 2e-5, adapters, new model 1e-4; dpo, kto, grpo 1e-6; reward 1e-4",
+        _RATE,
     ] = "auto"
     weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from odc_mpi.data.dataset.format import LabelCounts, PairCounts
+from odc_mpi.data.dataset.format import LabelColumns, PairCounts
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import Answer, PromptGroup
 
@@ -27,7 +27,7 @@ def write_labeled(path, counts, vocab_size=64, seed=0):
     with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="random") as writer:
         for i, (num_prompt, num_answer) in enumerate(counts):
             tokens = rng.integers(1, vocab_size, num_prompt + num_answer).astype(np.uint32)
-            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelCounts(num_prompt, int(i % 3 > 0)))
+            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelColumns(num_prompt, int(i % 3 > 0)))
 
 
 def answer_rows(dataset, indices):

@@ -42,10 +42,10 @@ class PairCounts(NamedTuple):
     num_chosen_loss_tokens: int
 
 
-class LabelCounts(NamedTuple):
+class LabelColumns(NamedTuple):
     """Columns of a sequence that consists of a prompt and one answer with a label, each with at least one token.
 
-    `label` is 1 if the answer is desirable, and 0 if it is not. The first token of the answer is a loss token.
+    `label` is 1 if the answer is desirable, and 0 if it is not. The answer begins with the first loss token.
     """
 
     num_prompt_tokens: int
@@ -55,7 +55,7 @@ class LabelCounts(NamedTuple):
 #: Kinds of data sets that `prepare` writes: plain sequences, pairs of answers, and answers with labels.
 Kind = Literal["sequences", "pairs", "labels"]
 #: Columns of data sets of each kind, HDF5 datasets of type int32 with a number per sequence.
-COLUMNS: dict[Kind, tuple[str, ...]] = {"sequences": (), "pairs": PairCounts._fields, "labels": LabelCounts._fields}
+COLUMNS: dict[Kind, tuple[str, ...]] = {"sequences": (), "pairs": PairCounts._fields, "labels": LabelColumns._fields}
 
 
 class DamagedDatasetError(UserError):

@@ -16,7 +16,7 @@ from odc_mpi.data.dataset.format import (
     TYPES,
     VERSION,
     Kind,
-    LabelCounts,
+    LabelColumns,
     PairCounts,
     content_digest,
     encode_text,
@@ -79,7 +79,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self,
         tokens: npt.NDArray[np.uint32],
         loss_mask: npt.NDArray[np.bool_],
-        columns: PairCounts | LabelCounts | None = None,
+        columns: PairCounts | LabelColumns | None = None,
     ) -> None:
         """Append a sequence, given its tokens, uint32 [length], and its loss mask, bool [length].
 
@@ -96,7 +96,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
         self.num_prompt_tokens += columns.num_prompt_tokens if isinstance(columns, PairCounts) else 0
-        self.num_desirable += columns.label if isinstance(columns, LabelCounts) else 0
+        self.num_desirable += columns.label if isinstance(columns, LabelColumns) else 0
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)

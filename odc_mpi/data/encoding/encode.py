@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
-from odc_mpi.data.dataset.format import LabelCounts, PairCounts
+from odc_mpi.data.dataset.format import LabelColumns, PairCounts
 from odc_mpi.data.encoding.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
@@ -39,7 +39,7 @@ class Encoded:
     is_plain_text: bool = False
     starts_with_bos: bool = False
     notes: tuple[str, ...] = ()
-    columns: PairCounts | LabelCounts | None = None
+    columns: PairCounts | LabelColumns | None = None
 
     @property
     def length(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from odc_mpi.data.dataset.format import LabelCounts, PairCounts
+from odc_mpi.data.dataset.format import LabelColumns, PairCounts
 from odc_mpi.data.encoding.encode import Encoded, encode
 from odc_mpi.data.examples import LabeledAnswer, PreferencePair
 from odc_mpi.data.records.fields import InvalidRecordError
@@ -97,7 +97,7 @@ def _label(example: LabeledAnswer, parts: list[Encoded]) -> Encoded:
     num_prompt = int(parts[0].loss_mask.argmax())
     if parts[0].is_plain_text or not num_prompt:
         raise InvalidRecordError(f"{example.location}: expected a prompt, got an empty one: add text to 'prompt'")
-    return replace(parts[0], columns=LabelCounts(num_prompt, int(example.is_desirable)))
+    return replace(parts[0], columns=LabelColumns(num_prompt, int(example.is_desirable)))
 
 
 def _join(location: str, *sides: list[Encoded]) -> EncodedPair:

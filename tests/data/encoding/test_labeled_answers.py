@@ -6,7 +6,7 @@ from record_files import write_lines
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
-from odc_mpi.data.dataset.format import DamagedDatasetError, LabelCounts
+from odc_mpi.data.dataset.format import DamagedDatasetError, LabelColumns
 from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.examples import Conversation, LabeledAnswer, PromptCompletion
@@ -138,7 +138,7 @@ def test_records_without_a_prompt_or_an_answer(tmp_path, labeled, record, words)
         module.prepare([source], tmp_path / "a.h5", PrepareOptions(tokenizer=labeled[1].path))
 
 
-@pytest.mark.parametrize("columns", [LabelCounts(4, 1), LabelCounts(0, 1), LabelCounts(2, 2)], ids=str)
+@pytest.mark.parametrize("columns", [LabelColumns(4, 1), LabelColumns(0, 1), LabelColumns(2, 2)], ids=str)
 def test_a_damaged_column_is_found(tmp_path, columns):
     with DatasetWriter(tmp_path / "a.h5", vocab_size=9, tokenizer="t", source="s") as writer:
         writer.append(np.arange(4, dtype=np.uint32), np.arange(4) > 1, columns)

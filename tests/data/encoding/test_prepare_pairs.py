@@ -143,6 +143,7 @@ def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report, tm
     assert "up to date" in again.describe() and "2 pairs" in again.describe()
 
 
+@pytest.mark.slow
 def test_pairs_of_several_processes_are_held_out_alike(stdlib_report, tmp_path):
     records = [{"prompt": f"How many {i}?", "chosen": f"{i}.", "rejected": f"{i + 1}!"} for i in range(1500)]
     source = write_lines(tmp_path / "a.jsonl", *records)
@@ -161,7 +162,10 @@ def test_pairs_and_other_examples_are_not_mixed(stdlib_report, tmp_path):
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
     labels = write_lines(tmp_path / "labels.jsonl", {"prompt": "a ", "completion": "b", "label": False})
-    other, pair = "an example without chosen and rejected, and without a boolean label", "a pair of answers"
+    other, pair = (
+        "an example without chosen and rejected, and without a label that is true or false",
+        "a pair of answers",
+    )
     for sources, words in (
         ([pairs, texts], f"texts.jsonl, line 1: got {other}, but {pairs}, line 1 is {pair}"),
         ([texts, pairs], f"pairs.jsonl, line 1: got {pair}, but {texts}, line 1 is {other}"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from packed_models import packed_model, plain_model
 
-from odc_mpi.data.dataset.format import LabelCounts
+from odc_mpi.data.dataset.format import LabelColumns
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import read_groups
@@ -60,7 +60,7 @@ def trl_trainer(tmp_path_factory, request):
     with DatasetWriter(folder / "labels.h5", vocab_size=len(tokenizer), tokenizer="t", source="s") as writer:
         for row in trainer.train_dataset:
             tokens, num_prompt = np.array([*row["prompt_ids"], *row["completion_ids"]]), len(row["prompt_ids"])
-            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelCounts(num_prompt, int(row["label"])))
+            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelColumns(num_prompt, int(row["label"])))
     with Dataset(folder / "labels.h5") as dataset:
         yield trainer, dataset, len(tokenizer)
 

@@ -45,8 +45,8 @@ class KTO(Recipe):
     def check(self, values: Mapping[str, Any], source: str) -> None:
         if values.get("kto.loss_type", "kto") == "kto" and values.get("data.minibatch_sequences", 16) < 2:
             raise UserError(
-                f"{source}: data.minibatch_sequences: expected 2 or more with kto.loss_type kto, whose KL estimate "
-                "pairs each prompt with the answer to another one, got 1"
+                f"{source}: data.minibatch_sequences: expected 2 or more with kto.loss_type kto, got 1: its KL "
+                "estimate pairs each prompt with the answer to another one; apo_zero_unpaired has no estimate"
             )
         if not (values.get("kto.desirable_weight", 1.0) or values.get("kto.undesirable_weight", 1.0)):
             raise UserError(f"{source}: kto.desirable_weight: expected a positive weight of one kind of answers, got 0")

@@ -29,7 +29,8 @@ _MAX_LOG_RATIO = 2.0**16
 class KLEstimator:
     """Estimates the KL divergence for minibatches. Construction is collective.
 
-    `log_ratios` returns the log-ratio of each answer in a microbatch of one answer per prompt, float64 `[n]`.
+    The argument `log_ratios` is a one-sided function that returns the log-ratio of each answer in a microbatch of n
+    prompts with one answer each, float64 `[n]`. It is called without gradients.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class KLEstimator:
     def estimate(self, minibatch: Minibatch) -> float:
         """Return the estimate for a minibatch, which is equal on all ranks. Collective.
 
-        Ranks claim microbatches of mismatched answers, and then gather their sums.
+        Ranks claim microbatches of mismatched answers, and then gather the sum and the number of the log-ratios.
         """
         groups = _Mismatched(minibatch)
         plan = self._strategy(groups.lengths, self._size, self._max_tokens, self._cost_model)
@@ -66,8 +67,9 @@ class KLEstimator:
 class _Mismatched:
     """The prompts of a minibatch, each with the answer to the previous prompt, the first one with that to the last one.
 
-    In a minibatch of one prompt, the answer is that to the next prompt of the data set. As in TRL, the answers are
-    truncated at the length of the longest sequence. `lengths` contains the numbers of tokens, int64 `[n]`.
+    If the last minibatch of a data epoch has only one prompt, its answer is that to another prompt of the data set.
+    Answers are truncated so that a prompt with its answer has no more tokens than the longest sequence of the data set.
+    `lengths` contains these numbers of tokens, int64 `[n]`.
     """
 
     def __init__(self, minibatch: Minibatch) -> None:

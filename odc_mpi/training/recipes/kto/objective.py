@@ -41,7 +41,10 @@ class KTOScorer:
         self._policy, self._reference = policy, reference
 
     def score(self, microbatch: Microbatch) -> tuple[AnswerScores, torch.Tensor]:
-        """Return the scores of a microbatch of n answers, and the answers' log-ratios, float64 `[n]`. One-sided."""
+        """Return the model's scores of n prompts with one answer each, and the log-ratios, float64 `[n]`. One-sided.
+
+        Both have gradients, unless they are disabled.
+        """
         scores = self._policy(microbatch)
         with torch.no_grad():
             reference = self._reference(microbatch).logps
@@ -62,9 +65,10 @@ def kto_losses(kto: KTOConfig, ratios: torch.Tensor, is_desirable: torch.Tensor,
 def answer_metrics(
     kto: KTOConfig, sums: Mapping[bool, tuple[float, float]], counts: Mapping[bool, int]
 ) -> dict[str, float]:
-    """Return the mean reward and log-probability of desirable (True) and of undesirable answers, and the margin.
+    """Return the mean reward and log-probability of each kind of answers, and the margin, keyed by name of the metric.
 
-    `sums` are those of the log-ratios and of the log-probabilities. A kind without answers has no metrics.
+    The reward is `kto.beta` times the log-ratio. The kinds are desirable (True) and undesirable answers. `sums` are those
+    of the log-ratios and log-probabilities. A kind without answers has no metrics, and then there is no margin.
     """
     metrics = {}
     for kind, name in ((True, "chosen"), (False, "rejected")):
