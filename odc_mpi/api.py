@@ -15,7 +15,7 @@ from odc_mpi.comm.factory import single_rank_transport, staged, window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import mapping_error
-from odc_mpi.errors import UserError
+from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.probe.decision import CommSettings, Decision, decide, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
 from odc_mpi.probe.report import ProbeReport
@@ -106,9 +106,8 @@ def shard_model(
         decision = decide_for(world, settings, device=device, shard_bytes=size)
     shares = False
     if islands and decision.windows_on_device:
-        raise UserError(
-            "islands: expected windows in host memory, got windows on GPUs: call decide_for with the setting "
-            "window_device cpu"
+        raise AllRanksUserError(
+            "islands: expected windows in host memory, got windows on GPUs: set comm.window_device to cpu"
         )
     if islands and islands.is_closed:
         raise ValueError("islands: expected new islands for each model, got those that an earlier model has closed")

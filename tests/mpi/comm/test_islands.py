@@ -2,6 +2,7 @@
 
 import copy
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from units import Block, random_pushes
 
-from odc_mpi import shard_model
+from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.probe.decision import Choice
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
@@ -177,6 +179,13 @@ def test_islands_serve_one_model(world, islands):
     shard_model(Block(), world, islands=islands).close()
     with pytest.raises(ValueError, match="islands: expected new islands for each model"):
         shard_model(Block(), world, islands=islands)
+
+
+def test_windows_on_gpus_are_refused_by_all_ranks_together(world, islands):
+    on_gpus = replace(decide_for(world), window_device=Choice("cuda", ""))
+    with pytest.raises(AllRanksUserError, match="^islands: expected windows in host memory, got windows on GPUs"):
+        shard_model(Block(), world, islands=islands, decision=on_gpus)
+    islands.close()
 
 
 @pytest.mark.sizes(3)
