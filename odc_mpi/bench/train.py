@@ -23,6 +23,7 @@ import torch
 
 from odc_mpi.bench.baselines import FSDPBaseline, UnshardedBaseline, gloo_process_group
 from odc_mpi.bench.measure import header, interleaved, ratio, slowest_s
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.world import World
@@ -32,7 +33,7 @@ from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
+from odc_mpi.training.settings import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
 from odc_mpi.training.start.resolved_settings import resolve_settings, with_device
 
 BASELINE = "fsdp2"

@@ -15,9 +15,10 @@ A setting other than `auto` takes precedence. Every choice comes with a reason, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_seconds
 from odc_mpi.probe.device_decision import RUN_DOCTOR, DeviceFindings, summarize
@@ -33,48 +34,6 @@ THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 MAILBOX_REASON = "a full mailbox delays other ranks until its owner adds the gradients"
 #: Reason for zero-copy if every node has only one rank.
 ONLY_RANK_REASON = "the only rank of a node reads its own memory"
-
-ZeroCopySetting = Literal["auto", "off"]
-ReductionSetting = Literal["auto", "accumulate", "mailbox"]
-ProgressSetting = Literal["auto", "off", "thread"]
-WindowDeviceSetting = Literal["auto", "cuda", "cpu"]
-NodeCacheSetting = Literal["auto", "off"]
-
-
-@dataclass(frozen=True)
-class CommSettings:
-    """Settings in the `comm` section that determine how ranks communicate. Raises `UserError` if a value is invalid.
-
-    Attributes:
-        zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
-            "off" to copy them.
-        reduction: Method of adding gradients to other ranks' shards: "accumulate" for MPI_Accumulate, "mailbox" for
-            MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
-        progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
-        window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
-        node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
-            "off" to fetch it once per rank.
-        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
-    """
-
-    zero_copy: ZeroCopySetting = "auto"
-    reduction: ReductionSetting = "auto"
-    progress: ProgressSetting = "auto"
-    window_device: WindowDeviceSetting = "auto"
-    node_cache: NodeCacheSetting = "auto"
-    mailbox_bytes: int = 64 << 20
-
-    @property
-    def is_complete(self) -> bool:
-        """True if no choice needs a probe of windows in host memory."""
-        return "auto" not in (self.zero_copy, self.reduction, self.progress)
-
-    def __post_init__(self) -> None:
-        for name, setting in get_type_hints(CommSettings).items():
-            value, values = getattr(self, name), get_args(setting)
-            if values and value not in values:
-                raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
-
 
 #: Text for each value of a choice in the log.
 _LOG_TEXTS: dict[str, dict[str, str]] = {
@@ -105,7 +64,7 @@ class Decision:
     reduction: Choice
     progress: Choice
     window_device: Choice | None = None
-    settings: CommSettings = CommSettings()
+    settings: CommConfig = CommConfig()
 
     @property
     def maps_devices(self) -> bool:
@@ -116,6 +75,12 @@ class Decision:
     def windows_on_device(self) -> bool:
         """True if the windows are in device memory."""
         return self.window_device is not None and self.window_device.value == "cuda"
+
+    @property
+    def comm(self) -> CommConfig:
+        """The settings with the choices in place of "auto", where "auto" remains for zero-copy that is on."""
+        choices: dict[str, Any] = {"reduction": self.reduction.value, "progress": self.progress.value}
+        return replace(self.settings, zero_copy="auto" if self.zero_copy.value == "on" else "off", **choices)
 
     def one_line(self) -> str:
         """Format the choices in one line for a log, with the reasons that are warnings or advice."""
@@ -134,7 +99,7 @@ class Decision:
 
 def decide(
     report: ProbeReport,
-    settings: CommSettings = CommSettings(),
+    settings: CommConfig = CommConfig(),
     *,
     on_device: bool = False,
     mapping_error: str | None = None,
@@ -205,7 +170,7 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 def _window_device(
     report: ProbeReport,
     findings: DeviceFindings,
-    settings: CommSettings,
+    settings: CommConfig,
     mapping_error: str | None,
     device_objection: str | None,
 ) -> Choice:

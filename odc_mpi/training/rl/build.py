@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,11 +86,8 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
         meta_model.module,
         world,
         param_dtype=getattr(torch, config.model.param_dtype),
-        prefetch=config.comm.prefetch,
         weights=meta_model.weights,
-        decision=decision,
-        parameter_cache_bytes=config.comm.parameter_cache_bytes,
-        gradient_cache_bytes=0,
+        comm=replace(decision, settings=replace(decision.settings, gradient_cache_bytes=0)),
         device=config.run.device,
     ).eval()
 
