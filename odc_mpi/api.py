@@ -101,12 +101,12 @@ def shard_model(
         islands.close()
         islands = None
     sharing = islands.island if islands else world
-    if sharing.num_nodes > 1 and not decision.windows_on_device and chosen.zero_copy != "off":
+    if sharing.num_nodes > 1:
         on_host = chosen
         if computing is not None:  # the caches of a rank are in GPU memory
             on_host = replace(chosen, parameter_cache_bytes="auto", gradient_cache_bytes="auto")
         fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, on_host)
-        wants_cache = chosen.node_cache == "auto" and (fits or sharing.local_size == 1)
+        wants_cache = chosen.node_cache != "off" and (fits or sharing.local_size == 1)
         # Not over `world`: if islands are not aligned with nodes, some islands span several nodes and others do not.
         chosen = replace(chosen, node_cache="auto" if all(sharing.gather_objects(wants_cache)) else "off")
     transport = _transport(world, computing, store_dtype, reduce_dtype, decision, chosen, islands)

@@ -7,6 +7,7 @@
                     mailbox if ranks map the memory of devices
     progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
                     Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
+    node_cache      on if nodes have several ranks that read shared memory, unless it turns out that there is no memory
     window_device   for a model on a GPU: the GPU if the ranks are on one node and can map the memory of each other's
                     GPUs, or if `odc-mpi doctor` has tested all necessary operations successfully; otherwise the host,
                     with copies through pinned memory
@@ -63,6 +64,7 @@ class Decision:
     zero_copy: Choice
     reduction: Choice
     progress: Choice
+    node_cache: Choice
     window_device: Choice | None = None
     settings: CommConfig = CommConfig()
 
@@ -78,9 +80,10 @@ class Decision:
 
     @property
     def comm(self) -> CommConfig:
-        """The settings with the choices in place of "auto", where "auto" remains for zero-copy that is on."""
-        choices: dict[str, Any] = {"reduction": self.reduction.value, "progress": self.progress.value}
-        return replace(self.settings, zero_copy="auto" if self.zero_copy.value == "on" else "off", **choices)
+        """The settings with the choices in place of "auto", where "auto" remains for what is on."""
+        values = {name: getattr(self, name).value for name in ("reduction", "progress", "zero_copy", "node_cache")}
+        chosen: dict[str, Any] = {name: "auto" if value == "on" else value for name, value in values.items()}
+        return replace(self.settings, **chosen)
 
     def one_line(self) -> str:
         """Format the choices in one line for a log, with the reasons that are warnings or advice."""
@@ -143,7 +146,8 @@ def decide(
             window = Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
         reduction = _reduction(peers, settings.reduction, {})
     progress = _progress(report, peers, settings.progress, reduction.value)
-    return Decision(window, zero_copy, reduction, progress, window_device, settings)
+    node_cache = _node_cache(report, settings.node_cache, zero_copy)
+    return Decision(window, zero_copy, reduction, progress, node_cache, window_device, settings)
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
@@ -205,6 +209,16 @@ def _zero_copy(report: ProbeReport, setting: str, *, on_device: bool) -> Choice:
     if shared.load_s is None:
         return Choice("on", ONLY_RANK_REASON)
     return Choice("on", f"ranks of a node read shared memory, 64 bytes in {format_seconds(shared.load_s)}")
+
+
+def _node_cache(report: ProbeReport, setting: str, zero_copy: Choice) -> Choice:
+    if setting != "auto":
+        return Choice(setting, "set by comm.node_cache")
+    if len(report.kinds) < 2:
+        return Choice("off", "each node has one rank" if report.nodes > 1 else "all ranks are on one node")
+    if zero_copy.value == "off":
+        return Choice("off", f"zero-copy is off: {zero_copy.reason}")
+    return Choice("on", "if there is memory, ranks of a node share what they fetch from other nodes")
 
 
 def _reduction(peers: Mapping[str, Peer], setting: str, objections_on_device: Mapping[str, str]) -> Choice:

@@ -34,7 +34,7 @@ def report(same_node=NODE, other_node=None, **changes):
 
 
 def choices(decision):
-    return tuple(made["choice"] for made in decision.to_dict().values())
+    return tuple(made["choice"] for name, made in decision.to_dict().items() if name != "node_cache")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,23 @@ def test_without_shared_memory_there_is_no_zero_copy(shared, words):
     made = decide(replace(report(), shared_memory=shared))
     assert choices(made)[:2] == ("allocate", "off")
     assert words in made.zero_copy.reason and words in made.window.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "wanted"),
+    [
+        (report(other_node=TCP), {}, "on"),
+        (report(other_node=TCP), {"node_cache": "off"}, "off: set by comm.node_cache"),
+        (report(other_node=TCP), {"zero_copy": "off"}, "off: zero-copy is off: set by comm.zero_copy"),
+        (report(), {}, "off: all ranks are on one node"),
+        (report(None, TCP), {}, "off: each node has one rank"),
+    ],
+    ids=["shares", "set", "copies", "one node", "one rank per node"],
+)
+def test_a_node_shares_what_it_fetches_if_it_has_several_ranks_that_read_its_memory(found, settings, wanted):
+    made = decide(found, CommConfig(**settings))
+    assert f"{made.node_cache.value}: {made.node_cache.reason}".startswith(wanted)
+    assert made.comm.node_cache == ("auto" if wanted == "on" else "off")
 
 
 def test_settings_win():

@@ -71,7 +71,7 @@ def test_without_a_verdict_the_host_is_used_and_a_line_suggests_the_probe():
 def test_without_a_gpu_windows_there_are_not_mentioned():
     decision = decide(report())
     assert decision.window_device is None
-    assert decision.to_dict().keys() == {"window", "zero_copy", "reduction", "progress"}
+    assert decision.to_dict().keys() == {"window", "zero_copy", "reduction", "progress", "node_cache"}
     assert "windows" not in decision.one_line()
 
 
