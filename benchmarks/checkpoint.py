@@ -50,6 +50,7 @@ from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
@@ -110,7 +111,7 @@ class State:
             module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
         self._world = world
         self._directory = directory
-        self.model = shard_model(module, world, units=[nn.Linear], weights=_Drawn(), prefetch=0)
+        self.model = shard_model(module, world, units=[nn.Linear], weights=_Drawn(), comm=CommConfig(prefetch=0))
         self.optimizer = torch.optim.AdamW(self.model.shard_parameters())
         for parameter in (each for each in self.model.shard_parameters() if each.numel()):
             moments = {key: torch.rand_like(parameter) for key in ("exp_avg", "exp_avg_sq")}

@@ -53,10 +53,10 @@ from transport_speed import REDUCTIONS
 from odc_mpi.api import decide_for
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import kernels_unavailable_reason
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.windows.device_window import mapping_error
 from odc_mpi.errors import AllRanksUserError, UserError, one_line_message
 from odc_mpi.formatting import format_size
-from odc_mpi.probe.decision import CommSettings
 from odc_mpi.probe.device_probe import allocation_error
 from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
@@ -301,7 +301,7 @@ class _Parts:
         if self._options.window_device == "cpu":
             return gpu_windows.SET
         try:
-            decision = decide_for(world, CommSettings(window_device=self._options.window_device), device="cuda")
+            decision = decide_for(world, CommConfig(window_device=self._options.window_device), device="cuda")
         except UserError as error:
             return str(error)
         choice = decision.window_device

@@ -29,6 +29,7 @@ from torch import nn
 from train_speed import Contender, Round, agreement, check_comparable, deviation, odc_step, run_rounds
 
 from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, one_line_message
@@ -39,7 +40,7 @@ from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs, training_flops
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, load
+from odc_mpi.training.settings import Config, DataConfig, ModelConfig, load
 from odc_mpi.training.start.resolved_settings import with_device
 from odc_mpi.training.start.run_info import numel
 from odc_mpi.training.update import make_optimizer

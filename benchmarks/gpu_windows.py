@@ -30,6 +30,7 @@ from transport_speed import REDUCTIONS, Variant, check, fetches, pushes, require
 
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import staged, window_transport
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.probe.device_decision import summarize
@@ -94,13 +95,16 @@ class DeviceUnits:
         self.links: dict[str, str] = {}
         for name in REDUCTIONS:
             zero_copy = name == "mailbox"
-            host_windows = window_transport(world, zero_copy=zero_copy, reduction=name)
+            comm = CommConfig(zero_copy="auto" if zero_copy else "off", reduction=name)
+            host_windows = window_transport(world, comm=comm)
             self._add(staged(host_windows, device), "fetch_host_in_place" if zero_copy else "fetch_host", "host", name)
         if mapped:
-            transport = window_transport(world, device=device, mapped=True, reduction="mailbox")
+            transport = window_transport(world, comm=CommConfig(reduction="mailbox"), device=device, mapped=True)
             self._add(transport, "fetch_mapped", "mapped", "mailbox")
         for name in reductions:
-            self._add(window_transport(world, device=device, reduction=name), "fetch_device", "device", name)
+            self._add(
+                window_transport(world, comm=CommConfig(reduction=name), device=device), "fetch_device", "device", name
+            )
 
     def free(self) -> None:
         """Free all memory. Collective."""

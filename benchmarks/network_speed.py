@@ -70,7 +70,7 @@ def configuration(arguments):
 
 def caches(config, size):
     """Return the configuration with the given size of each of the two caches."""
-    from odc_mpi.training.parsing.setting_types import Size
+    from odc_mpi.setting_types import Size
 
     each = Size(size)
     return replace(config, comm=replace(config.comm, parameter_cache_bytes=each, gradient_cache_bytes=each))

@@ -34,6 +34,7 @@ from baselines import FSDPBaseline, UnshardedBaseline, gloo_process_group
 from measure import Measure, header, interleaved, ratio, run_program, slowest_s
 
 from odc_mpi.cli.options import Parser, as_path, positive_int
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.world import World
@@ -43,7 +44,7 @@ from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
+from odc_mpi.training.settings import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, load
 from odc_mpi.training.start.resolved_settings import resolve_settings, with_device
 
 BASELINE = "fsdp2"

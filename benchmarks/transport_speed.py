@@ -46,6 +46,7 @@ from odc_mpi.cli.options import Parser, positive_int
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
+from odc_mpi.comm.settings import CommConfig, Reduction
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_size
@@ -53,7 +54,7 @@ from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 
 #: Values of `comm.reduction`, except "auto".
-REDUCTIONS = ("accumulate", "mailbox")
+REDUCTIONS: tuple[Reduction, ...] = ("accumulate", "mailbox")
 
 #: Total bytes in the units of one size, more than fit in the cache of a core ...
 UNITS_BYTES = 16 << 20
@@ -269,7 +270,7 @@ class Units:
             transport.close()
 
     def _fetch(self, *, zero_copy: bool) -> Variant:
-        transport = window_transport(self._world, zero_copy=zero_copy)
+        transport = window_transport(self._world, comm=CommConfig(zero_copy="auto" if zero_copy else "off"))
         self._allocate(transport, trainable=False)
         for i in self._units:
             transport.parameters.shard(i).copy_(self._local_shards[i])
@@ -277,8 +278,8 @@ class Units:
         moves = transport.parameters.access is Access.COPY
         return fetches(transport, self._layout, self.num_units, moves=moves)
 
-    def _push(self, reduction: str) -> Variant:
-        transport = window_transport(self._world, reduction=reduction)
+    def _push(self, reduction: Reduction) -> Variant:
+        transport = window_transport(self._world, comm=CommConfig(reduction=reduction))
         gradients = transport.gradients
         assert isinstance(gradients, WindowGradientStore)
         self._allocate(transport, trainable=True)

@@ -22,8 +22,8 @@ import odc_mpi.training
 from odc_mpi.cli.main import parser
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.metrics import GROUPS
+from odc_mpi.setting_types import format_value, type_signature
 from odc_mpi.training.parsing import aliases
-from odc_mpi.training.parsing.setting_types import format_value, type_signature
 from odc_mpi.training.preferences.pairs import PairScorer
 from odc_mpi.training.settings import Config
 
@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[1]
 PYTHON = {
     "For loops of your own": (
         "odc_mpi.api.decide_for",
-        "odc_mpi.probe.decision.CommSettings",
         "odc_mpi.shard.minibatch_stats.MinibatchStats",
     ),
     "For loading and generating": (

@@ -16,6 +16,7 @@ _PUBLIC = {
     "Islands": "odc_mpi.comm.islands.islands",
     "DiLoCo": "odc_mpi.training.islands.diloco",
     "Tickets": "odc_mpi.comm.tickets",
+    "CommConfig": "odc_mpi.comm.settings",
     "shard_model": "odc_mpi.api",
     "ShardedModel": "odc_mpi.shard.model",
     "Dataset": "odc_mpi.data.dataset.reader",

@@ -4,7 +4,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,22 +12,17 @@ from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES, device_shard_bytes, fit_objection, free_device_bytes
 from odc_mpi.comm.factory import single_rank_transport, staged, window_transport
 from odc_mpi.comm.islands.islands import Islands
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import mapping_error
-from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings, Decision, decide, require_correct_data
+from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.probe.decision import Decision, decide, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
 from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
 from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.cache_budget import (
-    CacheSizes,
-    auto_cache_bytes,
-    check_cache_sizes,
-    node_cache_fits,
-    warn_about_budgets,
-)
+from odc_mpi.shard.cache_budget import auto_cache_bytes, node_cache_fits, warn_about_budgets
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
@@ -42,11 +36,8 @@ def shard_model(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     activation_checkpointing: bool = False,
-    prefetch: int = 1,
     weights: WeightSource | None = None,
-    decision: Decision | None = None,
-    parameter_cache_bytes: int | Literal["auto"] = "auto",
-    gradient_cache_bytes: int | Literal["auto"] = "auto",
+    comm: CommConfig | Decision = CommConfig(),
     islands: Islands | None = None,
     device: str = "cpu",
     optimizer_device: str = "cpu",
@@ -65,19 +56,16 @@ def shard_model(
             sums do not depend on the order of addition (docs/exact.md). The default is the widest of float32 and the
             dtypes in which trainable parameters are stored.
         activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
-        prefetch: Number of units to fetch ahead of their use, and maximum number of pushes in flight (1 if `prefetch`
-            is 0). Each increment beyond 1 requires memory for one more unit and its gradients.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
-        decision: Decision on how ranks communicate. The default is the result of `decide_for(world, device=device)`.
-        parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
-            ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory in bytes on the computing device, or "auto", for gradients that are summed locally
-            and pushed once per minibatch. It may differ between ranks.
+        comm: Settings of communication, or a decision by `decide_for` that is based on them. Sizes of caches may differ
+            between ranks, and "auto" uses a share of the computing device's free memory (docs/caching.md). `prefetch`
+            is also the maximum number of pushes in flight; each increment beyond 1 requires memory for one more unit
+            and its gradients. `timeout_s` has no effect: it is an argument of `World`.
         islands: Islands of `world`, each of which holds all parameters of this one model (docs/islands.md). They
             require windows in host memory. The model closes them.
         device: Device on which the model computes: "cpu" or "cuda". A host's GPUs are assigned to its ranks
-            round-robin. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md). A CUDA
+            round-robin. Shards are in host memory unless windows on GPUs are chosen (docs/gpu.md). A CUDA
             stream that uses the model must wait for other streams that have used it before.
         optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
@@ -86,29 +74,26 @@ def shard_model(
 
     Raises:
         ValueError: An entry in `units` matches no submodule, or one without a `forward` method, a dtype is not
-            supported, a trainable parameter has no real floating-point dtype, an embedding has `max_norm`, `prefetch`
-            is negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
-            an earlier model has closed `islands`.
-        UserError: There is not enough memory for the windows, the device is not available, CuPy is missing for windows
-            on a GPU, the modules of two ranks differ, `decision` selects windows on GPUs although `islands` is given,
-            or a cache setting is invalid.
+            supported, a trainable parameter has no real floating-point dtype, an embedding has `max_norm`, the module
+            is already sharded, a parameter is on the meta device although `weights` is None, or an earlier model has
+            closed `islands`.
+        AllRanksUserError: There is not enough memory for the windows, a setting is not supported by the MPI library,
+            the device is not available, CuPy is missing for windows on a GPU, the modules of two ranks differ, or
+            `comm` selects windows on GPUs although `islands` is given.
     """
-    sizes = (parameter_cache_bytes, gradient_cache_bytes)
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
-    world.run_on_all(lambda: check_cache_sizes(sizes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     store_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
-    if decision is None:
+    if isinstance(comm, CommConfig):
         optimizes = optimizer_device == "cuda"
         size = device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizes)
-        # Islands require windows in host memory.
-        settings = CommSettings(window_device="cpu" if islands and device == "cuda" else "auto")
-        decision = decide_for(world, settings, device=device, shard_bytes=size)
-    shares = False
+        decision = decide_for(world, comm, device=device, shard_bytes=size, islands=islands is not None)
+    else:
+        decision = comm
+    chosen = decision.comm
     if islands and decision.windows_on_device:
-        raise UserError(
-            "islands: expected windows in host memory, got windows on GPUs: call decide_for with the setting "
-            "window_device cpu"
+        raise AllRanksUserError(
+            "islands: expected windows in host memory, got windows on GPUs: set comm.window_device to cpu"
         )
     if islands and islands.is_closed:
         raise ValueError("islands: expected new islands for each model, got those that an earlier model has closed")
@@ -116,28 +101,28 @@ def shard_model(
         islands.close()
         islands = None
     sharing = islands.island if islands else world
-    if sharing.num_nodes > 1 and not decision.windows_on_device and decision.zero_copy.value == "on":
-        inbox_bytes = decision.settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
-        # With a GPU, the caches of a rank are in GPU memory, not in host memory.
-        caches: CacheSizes = sizes if computing is None else ("auto", "auto")
-        fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, inbox_bytes, caches)
-        wants_cache = decision.settings.node_cache == "auto" and (fits or sharing.local_size == 1)
+    if sharing.num_nodes > 1:
+        on_host = chosen
+        if computing is not None:  # the caches of a rank are in GPU memory
+            on_host = replace(chosen, parameter_cache_bytes="auto", gradient_cache_bytes="auto")
+        fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, on_host)
+        wants_cache = chosen.node_cache != "off" and (fits or sharing.local_size == 1)
         # Not over `world`: if islands are not aligned with nodes, some islands span several nodes and others do not.
-        shares = all(sharing.gather_objects(wants_cache))
-    transport = _transport(world, computing, store_dtype, reduce_dtype, decision, shares, islands)
+        chosen = replace(chosen, node_cache="auto" if all(sharing.gather_objects(wants_cache)) else "off")
+    transport = _transport(world, computing, store_dtype, reduce_dtype, decision, chosen, islands)
     model = ShardedModel(
         module,
         transport,
         units=units,
         weights=weights,
         activation_checkpointing=activation_checkpointing,
-        prefetch=prefetch,
+        prefetch=chosen.prefetch,
         optimizer_device=transport.device if optimizer_device == "cuda" else None,
         dtypes=dtypes,
     )
     optimizes_here = computing is None or optimizer_device == "cuda"
     free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
-    model.cache_bytes = auto_cache_bytes(free_bytes, num_ranks, model.cache_needs.maximum, sizes)
+    model.cache_bytes = auto_cache_bytes(free_bytes, num_ranks, model.cache_needs.maximum, chosen)
     if world.rank == 0:
         warn_about_budgets(model.cache_bytes, model.cache_needs)
     return model
@@ -145,42 +130,44 @@ def shard_model(
 
 def decide_for(
     world: World,
-    settings: CommSettings = CommSettings(),  # noqa: B008 - frozen
+    comm: CommConfig = CommConfig(),
     *,
     device: str = "cpu",
     shard_bytes: int = 0,
     tickets: bool = False,
+    islands: bool = False,
 ) -> Decision:
     """Probe the MPI library and decide how ranks communicate. Collective. This takes up to two seconds.
 
-    The probe is skipped if `settings.is_complete`. Its results are cached for later runs with the same MPI library,
+    The probe is skipped if `comm.is_complete`. Its results are cached for later runs with the same MPI library,
     environment and hosts. MPI operations on GPU memory are not tried, because they may crash the job: the results of
     the last `odc-mpi doctor` with the same layout are used.
 
     Args:
-        settings: Settings that take precedence over the results of the probe.
+        comm: Settings that take precedence over the results of the probe.
         device: Device on which the model computes: "cpu" or "cuda".
         shard_bytes: Size of this rank's shards of parameters and gradients, in bytes, and of the optimizer's data if it
-            is on the GPU. If `settings.window_device` is "auto", the windows are on the GPUs only if there is enough
+            is on the GPU. If `comm.window_device` is "auto", the windows are on the GPUs only if there is enough
             memory.
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op then cause an error.
+        islands: True if islands will share the model, which requires windows in host memory.
 
     Raises:
-        UserError: A setting is not supported by the MPI library, the device is not available, or an operation that
-            would be used delivered wrong data in the probe.
+        AllRanksUserError: A setting is not supported by the MPI library, the device is not available, or an operation
+            that would be used delivered wrong data in the probe.
     """
     # An operation may crash, so it is only tried if a choice depends on the result.
-    report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
+    report = environment_report(world) if comm.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
-    not_mapped, objection = None, None
-    if computing is not None and settings.window_device != "cpu":
-        if world.num_nodes == 1 and (world.size > 1 or settings.zero_copy == "off"):
+    not_mapped, objection = None, "islands exchange parameters through host memory" if islands else None
+    if computing is not None and comm.window_device != "cpu" and not islands:
+        if world.num_nodes == 1 and (world.size > 1 or comm.zero_copy == "off"):
             not_mapped = mapping_error(world, computing) or ""
         objection = fit_objection(world, computing, shard_bytes)
         report = _with_device_report(report, world, computing)
     on_device = computing is not None
     decision = world.run_on_all(
-        lambda: decide(report, settings, on_device=on_device, mapping_error=not_mapped, device_objection=objection)
+        lambda: decide(report, comm, on_device=on_device, mapping_error=not_mapped, device_objection=objection)
     )
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision
@@ -221,15 +208,14 @@ def _fits_node_cache(
     module: nn.Module,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype,
-    inbox_bytes: int,
-    caches: CacheSizes,
+    comm: CommConfig,
 ) -> bool:
     """Return True if this node has memory for full copies of the model in addition to its shards.
 
     `sharing` contains the ranks of `world` that shard the model: all, or those of an island. `param_dtype` is the dtype
-    of all parameters; None if each keeps its own. `inbox_bytes` is the size of a rank's mailbox. `caches` are the sizes
-    of a rank's caches for parameters and gradients, in bytes or "auto".
+    of all parameters; None if each keeps its own.
     """
+    inbox_bytes = comm.mailbox_bytes if comm.reduction == "mailbox" else 0
     num_bytes = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in module.parameters())
     # Ranks of other islands on this node take as much memory per rank as those of this island.
     num_bytes = num_bytes * world.local_size // sharing.local_size
@@ -242,7 +228,7 @@ def _fits_node_cache(
     shm_bytes = free_shm_bytes()
     if shm_bytes is not None and num_bytes + window_bytes > shm_bytes:
         return False
-    return node_cache_fits(num_bytes, available_bytes() - all_bytes, world.local_size, caches)
+    return node_cache_fits(num_bytes, available_bytes() - all_bytes, world.local_size, comm)
 
 
 def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:
@@ -277,24 +263,19 @@ def _transport(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     decision: Decision,
-    node_cache: bool,
+    comm: CommConfig,
     islands: Islands | None,
 ) -> Transport:
-    zero_copy = decision.zero_copy.value == "on"
-    if device is not None and decision.windows_on_device and zero_copy:
+    if device is not None and decision.windows_on_device and comm.zero_copy != "off":
         return single_rank_transport(world, device, param_dtype, reduce_dtype)
     window_device = device if decision.windows_on_device else None
     transport = window_transport(
         world,
         param_dtype,
         reduce_dtype,
+        comm,
         device=window_device,
         mapped=decision.maps_devices,
-        zero_copy=zero_copy,
-        node_cache=node_cache,
-        reduction=decision.reduction.value,
-        mailbox_bytes=decision.settings.mailbox_bytes,
-        progress=decision.progress.value == "thread",
         islands=islands,
     )
     return transport if device is None or window_device is not None else staged(transport, device)

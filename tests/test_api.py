@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from odc_mpi import api
+from odc_mpi.comm.settings import CommConfig
 
 
 @pytest.mark.parametrize(("num_ranks", "num_copies"), [(2, 1), (4, 2)], ids=["one island", "with others"])
@@ -19,5 +20,5 @@ def test_a_node_cache_leaves_room_for_ranks_of_other_islands_on_its_node(monkeyp
         room = num_copies * model_bytes + num_ranks * shard_bytes - missing
         monkeypatch.setattr(api, "free_shm_bytes", lambda room=room: room)
         node = SimpleNamespace(local_size=num_ranks)
-        fits = api._fits_node_cache(node, island, module, None, torch.float32, 0, ("auto", "auto"))
+        fits = api._fits_node_cache(node, island, module, None, torch.float32, CommConfig())
         assert fits is not bool(missing)

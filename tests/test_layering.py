@@ -12,13 +12,15 @@ TESTS = Path(__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
 
 #: Modules at the root that know nothing of the project, and that every folder may import.
-ROOT = {"errors", "files", "formatting", "hdf5_file", "hub", "yaml_dialect"}
+ROOT = {"errors", "files", "formatting", "hdf5_file", "hub", "setting_types", "yaml_dialect"}
 #: What each folder may import of the others, besides `ROOT`. A module named in full is allowed alone.
 MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
     "comm": {"runtime", "islands"},
-    "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
+    "shard": {
+        *("comm.settings", "comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")
+    },
     "checkpoint": {"shard", "islands.run_dir", "data.tokenizer", "data.encoding"},
     "probe": {"runtime", "comm"},
     "islands": set(),
@@ -29,7 +31,7 @@ MAY_SEE = {
     "training": {
         *("api", "checkpoint", "data", "islands", "models", "observe", "rollout", "shard", "runtime"),
         *("comm.work_queue", "comm.context_parallel.kv_windows", "comm.context_parallel.kv_exchange", "comm.tickets"),
-        *("comm.device.device", "comm.device.device_memory", "probe.decision"),
+        *("comm.settings", "comm.device.device", "comm.device.device_memory", "probe.decision"),
         *("comm.islands.islands", "comm.islands.merges"),
     },
     "rollout": {"data", "models"},

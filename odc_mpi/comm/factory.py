@@ -22,8 +22,9 @@ from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.reduce.slots import DeviceSlots, HostSlots, MappedDeviceSlots
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
@@ -37,28 +38,21 @@ def window_transport(
     world: World,
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
+    comm: CommConfig = CommConfig(),
     *,
     device: Device | None = None,
     mapped: bool = False,
-    zero_copy: bool = True,
-    node_cache: bool = False,
-    reduction: str = "accumulate",
-    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
-    progress: bool = False,
     islands: Islands | None = None,
 ) -> Transport:
     """Build a transport whose shards are in MPI windows.
 
     Args:
+        comm: Settings, of which "auto" means: zero-copy on, a node cache, MPI_Accumulate, no progress thread. Zero-copy
+            and the node cache do not apply to a device. A node cache requires zero-copy, `CAN_DETACH_STORAGE`, and a
+            world or island that spans several nodes, with several of its ranks on this node; `node_cache` may differ
+            between islands. The reduction must be "mailbox" if `mapped` is True.
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
         mapped: If True, the ranks are on one node and map each other's device memory. Requires `device`.
-        zero_copy: If True, ranks on the same node load each other's parameter shards directly. Ignored with a device.
-        node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
-            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the world or island spans several nodes, with
-            several of its ranks on this node. It may differ between islands.
-        reduction: "accumulate" or "mailbox", as in the setting `comm.reduction`. Must be "mailbox" if `mapped` is True.
-        mailbox_bytes: Maximum memory in bytes per rank for received gradients. Used only by "mailbox".
-        progress: If True, a background thread drives MPI progress (`comm.progress`).
         islands: Islands of `world`, each of which shards the arrays among its own ranks. Requires `device=None`.
     """
     sharing = islands.island if islands else world
@@ -72,21 +66,23 @@ def window_transport(
         slots = partial(MappedDeviceSlots if mapped else DeviceSlots, device=device)
 
     def gradient_store(ranks: World) -> WindowGradientStore:
-        if reduction == "mailbox":
-            return MailboxGradientStore(ranks, reduce_dtype, mailbox_bytes, slots)
+        if comm.reduction == "mailbox":
+            return MailboxGradientStore(ranks, reduce_dtype, comm, slots)
         assert not mapped
         return AccumulateGradientStore(ranks, reduce_dtype, kind, on_host=device is None)
 
-    group = Group(world, progress=progress, islands=islands)
+    group = Group(world, progress=comm.progress == "thread", islands=islands)
     gradients, thread_safe = gradient_store(sharing), has_thread_multiple()
     if device is not None:
         on_device = DeviceParameters(world, param_dtype, device, kind)
         stores = on_device, DeviceGradients(gradients, device)
         storages = (on_device, gradients)
         return Transport(group, *stores, storages, device=device.torch_device, thread_safe=thread_safe)
+    zero_copy = comm.zero_copy != "off"
     parameters = WindowParameters(sharing, param_dtype, SharedWindow if zero_copy else Window)
     transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=thread_safe)
-    if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
+    shares = comm.node_cache != "off" and zero_copy and CAN_DETACH_STORAGE
+    if shares and sharing.num_nodes > 1 and sharing.local_size > 1:
         cache = NodeCache(parameters)
         transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
     if islands:

@@ -41,7 +41,8 @@ SWITCH_INTERVAL_S = 0.5e-3
 class ProgressThread:
     """Background thread that drives MPI progress until `close`. Construction is collective.
 
-    An uncaught exception in the thread ends the job.
+    Until the last of these threads is closed, the interpreter's switch interval is at most `SWITCH_INTERVAL_S`. An
+    uncaught exception in a thread ends the job.
 
     Args:
         world: World whose MPI library provides MPI_THREAD_MULTIPLE.

@@ -114,7 +114,7 @@ def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
         source.meta_model.module,
         world,
         weights=source.meta_model.weights,
-        decision=decide_for(world, device=device, tickets=True),
+        comm=decide_for(world, device=device, tickets=True),
         device=device,
     )
 

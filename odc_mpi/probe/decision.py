@@ -7,6 +7,7 @@
                     mailbox if ranks map the memory of devices
     progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
                     Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
+    node_cache      on if nodes have several ranks that read shared memory, unless it turns out that there is no memory
     window_device   for a model on a GPU: the GPU if the ranks are on one node and can map the memory of each other's
                     GPUs, or if `odc-mpi doctor` has tested all necessary operations successfully; otherwise the host,
                     with copies through pinned memory
@@ -15,9 +16,10 @@ A setting other than `auto` takes precedence. Every choice comes with a reason, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_seconds
 from odc_mpi.probe.device_decision import RUN_DOCTOR, DeviceFindings, summarize
@@ -33,48 +35,6 @@ THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 MAILBOX_REASON = "a full mailbox delays other ranks until its owner adds the gradients"
 #: Reason for zero-copy if every node has only one rank.
 ONLY_RANK_REASON = "the only rank of a node reads its own memory"
-
-ZeroCopySetting = Literal["auto", "off"]
-ReductionSetting = Literal["auto", "accumulate", "mailbox"]
-ProgressSetting = Literal["auto", "off", "thread"]
-WindowDeviceSetting = Literal["auto", "cuda", "cpu"]
-NodeCacheSetting = Literal["auto", "off"]
-
-
-@dataclass(frozen=True)
-class CommSettings:
-    """Settings in the `comm` section that determine how ranks communicate. Raises `UserError` if a value is invalid.
-
-    Attributes:
-        zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
-            "off" to copy them.
-        reduction: Method of adding gradients to other ranks' shards: "accumulate" for MPI_Accumulate, "mailbox" for
-            MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
-        progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
-        window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
-        node_cache: "auto" to fetch each array from other nodes once per node if there is memory (docs/caching.md), or
-            "off" to fetch it once per rank.
-        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
-    """
-
-    zero_copy: ZeroCopySetting = "auto"
-    reduction: ReductionSetting = "auto"
-    progress: ProgressSetting = "auto"
-    window_device: WindowDeviceSetting = "auto"
-    node_cache: NodeCacheSetting = "auto"
-    mailbox_bytes: int = 64 << 20
-
-    @property
-    def is_complete(self) -> bool:
-        """True if no choice needs a probe of windows in host memory."""
-        return "auto" not in (self.zero_copy, self.reduction, self.progress)
-
-    def __post_init__(self) -> None:
-        for name, setting in get_type_hints(CommSettings).items():
-            value, values = getattr(self, name), get_args(setting)
-            if values and value not in values:
-                raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
-
 
 #: Text for each value of a choice in the log.
 _LOG_TEXTS: dict[str, dict[str, str]] = {
@@ -104,8 +64,9 @@ class Decision:
     zero_copy: Choice
     reduction: Choice
     progress: Choice
+    node_cache: Choice
     window_device: Choice | None = None
-    settings: CommSettings = CommSettings()
+    settings: CommConfig = CommConfig()
 
     @property
     def maps_devices(self) -> bool:
@@ -116,6 +77,13 @@ class Decision:
     def windows_on_device(self) -> bool:
         """True if the windows are in device memory."""
         return self.window_device is not None and self.window_device.value == "cuda"
+
+    @property
+    def comm(self) -> CommConfig:
+        """The settings with the choices in place of "auto", where "auto" remains for what is on."""
+        values = {name: getattr(self, name).value for name in ("reduction", "progress", "zero_copy", "node_cache")}
+        chosen: dict[str, Any] = {name: "auto" if value == "on" else value for name, value in values.items()}
+        return replace(self.settings, **chosen)
 
     def one_line(self) -> str:
         """Format the choices in one line for a log, with the reasons that are warnings or advice."""
@@ -134,7 +102,7 @@ class Decision:
 
 def decide(
     report: ProbeReport,
-    settings: CommSettings = CommSettings(),
+    settings: CommConfig = CommConfig(),
     *,
     on_device: bool = False,
     mapping_error: str | None = None,
@@ -178,7 +146,8 @@ def decide(
             window = Choice("allocate_shared", "parameters in shared memory of each node, gradients in Win.Allocate")
         reduction = _reduction(peers, settings.reduction, {})
     progress = _progress(report, peers, settings.progress, reduction.value)
-    return Decision(window, zero_copy, reduction, progress, window_device, settings)
+    node_cache = _node_cache(report, settings.node_cache, zero_copy)
+    return Decision(window, zero_copy, reduction, progress, node_cache, window_device, settings)
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
@@ -205,7 +174,7 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
 def _window_device(
     report: ProbeReport,
     findings: DeviceFindings,
-    settings: CommSettings,
+    settings: CommConfig,
     mapping_error: str | None,
     device_objection: str | None,
 ) -> Choice:
@@ -240,6 +209,16 @@ def _zero_copy(report: ProbeReport, setting: str, *, on_device: bool) -> Choice:
     if shared.load_s is None:
         return Choice("on", ONLY_RANK_REASON)
     return Choice("on", f"ranks of a node read shared memory, 64 bytes in {format_seconds(shared.load_s)}")
+
+
+def _node_cache(report: ProbeReport, setting: str, zero_copy: Choice) -> Choice:
+    if setting != "auto":
+        return Choice(setting, "set by comm.node_cache")
+    if len(report.kinds) < 2:
+        return Choice("off", "each node has one rank" if report.nodes > 1 else "all ranks are on one node")
+    if zero_copy.value == "off":
+        return Choice("off", f"zero-copy is off: {zero_copy.reason}")
+    return Choice("on", "if there is memory, ranks of a node share what they fetch from other nodes")
 
 
 def _reduction(peers: Mapping[str, Peer], setting: str, objections_on_device: Mapping[str, str]) -> Choice:

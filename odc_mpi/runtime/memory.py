@@ -116,6 +116,7 @@ def unlink(names: Iterable[str]) -> None:
     """Unlink shared-memory files, ignoring errors. All ranks on the node must already have mapped the files.
 
     MPI libraries unlink their files only in MPI_Finalize, so a killed or aborted job would leave megabytes in /dev/shm.
+    Without a launcher, Open MPI does not even unlink them there.
     """
     for name in names:
         with suppress(OSError):

@@ -22,16 +22,11 @@ from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
-from odc_mpi.runtime.memory import check_window_memory, startup_shm_names, unlink, unlink_startup_shm
+from odc_mpi.runtime.memory import check_window_memory, unlink_startup_shm
 from odc_mpi.runtime.ranks import limit_finalize
 
 if TYPE_CHECKING:
     import torch
-
-# At import, since not every process creates a world. Open MPI does not unlink the files of a process without a
-# launcher, not even in MPI_Finalize. For several ranks, see `unlink_startup_shm`.
-if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
-    unlink(startup_shm_names())
 
 T = TypeVar("T")
 

@@ -14,14 +14,11 @@ needed next. docs/caching.md explains this policy and the automatic sizes.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.shard.units.unit import Unit
-
-#: Sizes of a rank's caches for unsharded parameters and for accumulated gradients, each in bytes or "auto".
-CacheSizes = tuple[int | Literal["auto"], int | Literal["auto"]]
 
 
 class CacheBudget:
@@ -97,37 +94,29 @@ class CacheNeeds:
             )
 
 
-def node_cache_fits(num_bytes: int, free_bytes: int, num_ranks: int, sizes: CacheSizes) -> bool:
+def node_cache_fits(num_bytes: int, free_bytes: int, num_ranks: int, comm: CommConfig) -> bool:
     """Return True if the parameter caches of a node's `num_ranks` ranks could together hold a model of `num_bytes`.
 
     For the other arguments, see `auto_cache_bytes`.
     """
     needs = CacheBytes(-(-num_bytes // num_ranks))
-    return auto_cache_bytes(free_bytes, num_ranks, needs, sizes).parameters >= needs.parameters
+    return auto_cache_bytes(free_bytes, num_ranks, needs, comm).parameters >= needs.parameters
 
 
-def auto_cache_bytes(
-    free_bytes: int, num_ranks: int, needs: CacheBytes, sizes: CacheSizes = ("auto", "auto")
-) -> CacheBytes:
-    """Return the sizes of a rank's caches. If both sizes are "auto", that for parameters is computed first.
+def auto_cache_bytes(free_bytes: int, num_ranks: int, needs: CacheBytes, comm: CommConfig) -> CacheBytes:
+    """Return the sizes of a rank's caches. If both are "auto" in `comm`, that for parameters is computed first.
 
     Args:
         free_bytes: Free memory in bytes, minus optimizer states yet to be allocated. Half is left for activations.
         num_ranks: Number of ranks that share this memory equally.
         needs: Maximum useful sizes, which automatic sizes never exceed.
     """
-    share, (parameters, gradients) = max(0, free_bytes) // 2 // num_ranks, sizes
+    share = max(0, free_bytes) // 2 // num_ranks
+    parameters, gradients = comm.parameter_cache_bytes, comm.gradient_cache_bytes
     reserved = 0 if isinstance(gradients, str) else gradients
     first = min(needs.parameters, max(0, share - reserved)) if isinstance(parameters, str) else parameters
     second = min(needs.gradients, max(0, share - first)) if isinstance(gradients, str) else gradients
     return CacheBytes(first, second)
-
-
-def check_cache_sizes(sizes: CacheSizes) -> None:
-    """Raise `UserError` if a cache size is neither "auto" nor a nonnegative number of bytes."""
-    for setting, value in zip(("parameter_cache_bytes", "gradient_cache_bytes"), sizes, strict=True):
-        if value != "auto" and (not isinstance(value, int) or value < 0):
-            raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
 
 
 def warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:

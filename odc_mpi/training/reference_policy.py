@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,11 +43,8 @@ def _frozen_copy(context: RunContext) -> ShardedModel:
         meta_model.module,
         context.world,
         param_dtype=getattr(torch, config.model.param_dtype),
-        prefetch=config.comm.prefetch,
         weights=meta_model.weights,
-        decision=context.decision,
-        parameter_cache_bytes=config.comm.parameter_cache_bytes,
-        gradient_cache_bytes=0,
+        comm=replace(context.decision, settings=replace(context.decision.settings, gradient_cache_bytes=0)),
         device=config.run.device,
     ).eval()
 

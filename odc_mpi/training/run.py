@@ -23,7 +23,7 @@ The training loop calls the hooks of the callbacks in this order:
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from odc_mpi.observe.metrics import Metric
 from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
-from odc_mpi.probe.decision import CommSettings, Decision
+from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.model import ShardedModel
@@ -169,16 +169,20 @@ def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
 
 def decide(config: Config, world: World, model: MetaModel | None = None) -> Decision:
     """Choose how the ranks communicate, considering the size of `model` if it is given. Collective."""
-    settings = CommSettings(**{item.name: getattr(config.comm, item.name) for item in fields(CommSettings)})
-    if config.islands.by != "off" and config.run.device == "cuda":
-        settings = replace(settings, window_device="cpu")
     shard_bytes = 0
     if model:
         with_optimizer = config.optim.device == "cuda"
         dtypes = _dtypes(config, model)
         shard_bytes = device_shard_bytes(model.module, world.size, *dtypes, with_optimizer=with_optimizer)
     tickets = config.data.balance == "dynamic" or recipe_of(config).claims_work
-    return decide_for(world, settings, device=config.run.device, shard_bytes=shard_bytes, tickets=tickets)
+    return decide_for(
+        world,
+        config.comm,
+        device=config.run.device,
+        shard_bytes=shard_bytes,
+        tickets=tickets,
+        islands=config.islands.by != "off",
+    )
 
 
 def _dtypes(config: Config, model: MetaModel) -> tuple[torch.dtype | None, torch.dtype]:
@@ -258,11 +262,8 @@ def _shard(context: RunContext) -> ShardedModel:
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         activation_checkpointing=config.model.gradient_checkpointing is True,
-        prefetch=config.comm.prefetch,
         weights=weights,
-        decision=context.decision,
-        parameter_cache_bytes=config.comm.parameter_cache_bytes,
-        gradient_cache_bytes=config.comm.gradient_cache_bytes,
+        comm=context.decision,
         islands=context.islands,
         device=config.run.device,
         optimizer_device=config.optim.device,

@@ -8,27 +8,16 @@ import functools
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
 from odc_mpi.models.configuration import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
-from odc_mpi.probe.decision import (
-    CommSettings,
-    NodeCacheSetting,
-    ProgressSetting,
-    ReductionSetting,
-    WindowDeviceSetting,
-    ZeroCopySetting,
-)
-from odc_mpi.training.islands.settings import ISLAND_CONFLICTS, IslandsConfig, check_islands
-from odc_mpi.training.parsing.aliases import ALIASES
-from odc_mpi.training.parsing.conflicts import Allowed, Conflicts, check_conflicts
-from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
-from odc_mpi.training.parsing.setting_types import (
+from odc_mpi.setting_types import (
     NAMES,
     NON_EMPTY_NAMES,
     NOT_NEGATIVE,
@@ -36,11 +25,14 @@ from odc_mpi.training.parsing.setting_types import (
     POSITIVE,
     Check,
     Setting,
-    Size,
-    check_evaluation,
     format_value,
+    settings_of,
     type_signature,
 )
+from odc_mpi.training.islands.settings import ISLAND_CONFLICTS, IslandsConfig, check_islands
+from odc_mpi.training.parsing.aliases import ALIASES
+from odc_mpi.training.parsing.conflicts import Allowed, Conflicts, check_conflicts, check_evaluation
+from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, recipe_of
 from odc_mpi.training.recipes.dpo import DPOConfig
 from odc_mpi.training.recipes.grpo import GRPOConfig
@@ -81,7 +73,6 @@ _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
 _TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
 _NOT_EMPTY = Check("not empty", lambda value: value not in ("", []))
-_MAILBOX_BYTES = Size(CommSettings.mailbox_bytes)
 
 
 @dataclass(frozen=True)
@@ -117,22 +108,6 @@ class DataConfig:
     max_tokens_per_microbatch: Annotated[int, "most tokens of one forward and backward on one rank", _TOKENS] = 4096
     eval_path: Annotated[str | None, "held-out data set, of the same kind as data.path", _NOT_EMPTY] = None
     eval_sequences: Annotated[int, "evaluate on the first N sequences; 0: all", NOT_NEGATIVE] = 0
-
-
-@dataclass(frozen=True)
-class CommConfig:
-    """Settings for the communication of parameters and gradients."""
-
-    reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
-    mailbox_bytes: Annotated[Size, "mailbox: bytes per rank for gradients sent to it", ONE_OR_MORE] = _MAILBOX_BYTES
-    zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
-    node_cache: Annotated[NodeCacheSetting, "fetch from other nodes once for all ranks of a node"] = "auto"
-    progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
-    window_device: Annotated[WindowDeviceSetting, "run.device cuda: memory of the windows (docs/gpu.md)"] = "auto"
-    prefetch: Annotated[int, "number of units to fetch ahead in a thread; 0: no threads", NOT_NEGATIVE] = 1
-    parameter_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to keep units until the step end"] = "auto"
-    gradient_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to sum gradients before the push"] = "auto"
-    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", ONE_OR_MORE] = 600.0
 
 
 @dataclass(frozen=True)
@@ -319,11 +294,9 @@ def all_settings() -> dict[str, Setting]:
     """Return all settings, keyed by names such as `run.steps`, in the order of the help text."""
     settings = {}
     for section_name, section in _sections().items():
-        hints = get_type_hints(section, include_extras=True)
-        for item in fields(section):
-            hint, description, *checks = get_args(hints[item.name])
-            name = f"{section_name}.{item.name}"
-            settings[name] = Setting(hint, description, checks, item.default, _REASONS.get(name))
+        for field_name, setting in settings_of(section).items():
+            name = f"{section_name}.{field_name}"
+            settings[name] = setting._replace(explain=_REASONS.get(name))
     return settings
 
 

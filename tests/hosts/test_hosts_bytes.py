@@ -15,13 +15,13 @@ CROSSES = """
 import numpy as np, torch
 from mpi4py import MPI
 from pathlib import Path
-from odc_mpi import World
+from odc_mpi import CommConfig, World
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=30)
 counter = Path("/sys/class/net/eth0/statistics/rx_bytes")
-for node_cache, trainable in (False, True), (True, True), (True, False):
-    transport = window_transport(world, node_cache=node_cache, progress=True)
+for node_cache, trainable in ("off", True), ("auto", True), ("auto", False):
+    transport = window_transport(world, comm=CommConfig(node_cache=node_cache, progress="thread"))
     units = [FlatLayout.build(f"unit{i}", [ParameterSpec("p", (1 << 20,), trainable)], world.size) for i in range(4)]
     transport.allocate(units)
     before = int(counter.read_text())

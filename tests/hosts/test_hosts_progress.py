@@ -10,12 +10,12 @@ from two_hosts import launch
 COMPUTES = r"""
 import sys, time
 import numpy as np, torch
-from odc_mpi import World
+from odc_mpi import CommConfig, World
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)
-transport = window_transport(world, reduction=sys.argv[1], progress=True)
+transport = window_transport(world, comm=CommConfig(reduction=sys.argv[1], progress="thread"))
 numel = 50_000 * world.size
 transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (numel,), True)], world.size)])
 transport.parameters.shard(0).fill_(world.rank + 1)

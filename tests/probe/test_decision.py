@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings, decide, require_correct_data
+from odc_mpi.probe.decision import decide, require_correct_data
 from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.report import WRONG, OperationResult, Peer, Peers, ProbeReport, SharedMemory
 
@@ -33,7 +34,7 @@ def report(same_node=NODE, other_node=None, **changes):
 
 
 def choices(decision):
-    return tuple(made["choice"] for made in decision.to_dict().values())
+    return tuple(made["choice"] for name, made in decision.to_dict().items() if name != "node_cache")
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,13 @@ def test_a_mailbox_needs_a_thread_even_if_puts_and_gets_are_one_sided():
     made = decide(report(other_node=one_sided_puts))
     assert choices(made)[2:] == ("mailbox", "thread") and made.progress.reason == full
     assert choices(decide(report(other_node=replace(one_sided_puts, put=WAITS))))[2:] == ("mailbox", "thread")
-    without = decide(report(), CommSettings(reduction="mailbox", progress="off"))
+    without = decide(report(), CommConfig(reduction="mailbox", progress="off"))
     assert f"no progress thread (set by comm.progress; warning: {full})" in without.one_line()
     serialized = replace(report(), thread_level="MPI_THREAD_SERIALIZED")
-    line = decide(serialized, CommSettings(reduction="mailbox")).one_line()
+    line = decide(serialized, CommConfig(reduction="mailbox")).one_line()
     assert f"(warning: {full}, but a thread requires MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED)" in line
     # Accumulate, if set all the same, needs a thread that makes progress.
-    wanted = decide(report(other_node=one_sided_puts), CommSettings(reduction="accumulate"))
+    wanted = decide(report(other_node=one_sided_puts), CommConfig(reduction="accumulate"))
     assert choices(wanted)[2:] == ("accumulate", "thread")
 
 
@@ -126,23 +127,53 @@ def test_without_shared_memory_there_is_no_zero_copy(shared, words):
     assert words in made.zero_copy.reason and words in made.window.reason
 
 
+@pytest.mark.parametrize(
+    ("found", "settings", "wanted"),
+    [
+        (report(other_node=TCP), {}, "on"),
+        (report(other_node=TCP), {"node_cache": "off"}, "off: set by comm.node_cache"),
+        (report(other_node=TCP), {"zero_copy": "off"}, "off: zero-copy is off: set by comm.zero_copy"),
+        (report(), {}, "off: all ranks are on one node"),
+        (report(None, TCP), {}, "off: each node has one rank"),
+    ],
+    ids=["shares", "set", "copies", "one node", "one rank per node"],
+)
+def test_a_node_shares_what_it_fetches_if_it_has_several_ranks_that_read_its_memory(found, settings, wanted):
+    made = decide(found, CommConfig(**settings))
+    assert f"{made.node_cache.value}: {made.node_cache.reason}".startswith(wanted)
+    assert made.comm.node_cache == ("auto" if wanted == "on" else "off")
+
+
 def test_settings_win():
-    made = decide(report(other_node=TCP), CommSettings(zero_copy="off", reduction="mailbox", progress="off"))
+    made = decide(report(other_node=TCP), CommConfig(zero_copy="off", reduction="mailbox", progress="off"))
     assert choices(made) == ("allocate", "off", "mailbox", "off")
     assert made.zero_copy.reason == "set by comm.zero_copy"
     assert made.reduction.reason == "set by comm.reduction"
-    assert decide(report(), CommSettings(progress="off")).progress.reason == "set by comm.progress"
-    assert decide(report(), CommSettings(progress="thread")).progress.value == "thread"
+    assert decide(report(), CommConfig(progress="off")).progress.reason == "set by comm.progress"
+    assert decide(report(), CommConfig(progress="thread")).progress.value == "thread"
 
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [({"zero_copy": "on"}, "auto or off"), ({"reduction": "sum"}, "mailbox"), ({"progress": "core"}, "thread")],
+    [
+        ({"zero_copy": "on"}, "auto or off"),
+        ({"reduction": "sum"}, "mailbox"),
+        ({"progress": "core"}, "thread"),
+        ({"window_device": "gpu"}, "auto or cuda or cpu"),
+        ({"mailbox_bytes": 0}, "a size such as 512M, 1 or more"),
+        ({"gradient_cache_bytes": 0.5}, "auto or a size"),
+        ({"parameter_cache_bytes": -1}, "auto or a size"),
+        ({"prefetch": -1}, "an integer, 0 or more"),
+    ],
 )
 def test_unknown_settings(setting, words):
     (name, value), *_ = setting.items()
-    with pytest.raises(UserError, match=rf"comm\.{name}: expected .*{words}.*, got {value}"):
-        CommSettings(**setting)
+    with pytest.raises(UserError, match=rf"^comm\.{name}: expected .*{words}.*, got {json.dumps(value)}$"):
+        CommConfig(**setting)
+
+
+def test_sizes_may_have_units():
+    assert CommConfig(mailbox_bytes="64M", parameter_cache_bytes="1k") == CommConfig(parameter_cache_bytes=1024)
 
 
 def test_a_thread_needs_to_be_allowed():
@@ -151,7 +182,7 @@ def test_a_thread_needs_to_be_allowed():
     assert made.value == "off"
     assert "warning" in made.reason and "MPI_THREAD_MULTIPLE" in made.reason and "SERIALIZED" in made.reason
     with pytest.raises(UserError, match=r"comm\.progress: thread requires MPI_THREAD_MULTIPLE"):
-        decide(single, CommSettings(progress="thread"))
+        decide(single, CommConfig(progress="thread"))
 
 
 def test_a_report_travels_as_json():
@@ -173,7 +204,7 @@ def test_a_report_travels_as_json():
 )
 def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
     found = report(other_node=replace(NODE, **{name: NO_ANSWER})).with_problem(f"other_node {name}", WRONG)
-    decision = decide(found, CommSettings(reduction=reduction))
+    decision = decide(found, CommConfig(reduction=reduction))
     words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
         require_correct_data(found, decision)
@@ -189,12 +220,12 @@ def test_no_rank_draws_from_wrong_counters(tickets):
 
 def test_complete_settings_need_no_probe():
     complete = {"zero_copy": "off", "reduction": "mailbox", "progress": "off"}
-    assert CommSettings(**complete).is_complete
-    assert not any(CommSettings(**complete | {name: "auto"}).is_complete for name in complete)
+    assert CommConfig(**complete).is_complete
+    assert not any(CommConfig(**complete | {name: "auto"}).is_complete for name in complete)
 
 
 def test_gpus_have_windows_that_are_mapped_unless_their_memory_or_a_setting_is_against_it():
-    for settings in (CommSettings(), CommSettings(window_device="cuda"), CommSettings(reduction="mailbox")):
+    for settings in (CommConfig(), CommConfig(window_device="cuda"), CommConfig(reduction="mailbox")):
         made = decide(report(other_node=None), settings, on_device=True, mapping_error="")
         assert made.maps_devices and choices(made) == ("map", "off", "mailbox", "thread", "cuda")
     full = "the shards of rank 1 need 9G"
@@ -204,9 +235,7 @@ def test_gpus_have_windows_that_are_mapped_unless_their_memory_or_a_setting_is_a
         assert decide(report(), on_device=True, mapping_error=error).window_device.reason.endswith(text)
     single_rank = decide(report(None, None), on_device=True, device_objection=full)
     assert single_rank.window_device.value == "cpu"
-    forced = decide(
-        report(), CommSettings(window_device="cuda"), on_device=True, mapping_error="", device_objection=full
-    )
+    forced = decide(report(), CommConfig(window_device="cuda"), on_device=True, mapping_error="", device_objection=full)
     assert forced.maps_devices
-    for settings in (CommSettings(window_device="cpu"), CommSettings(reduction="accumulate")):
+    for settings in (CommConfig(window_device="cpu"), CommConfig(reduction="accumulate")):
         assert not decide(report(), settings, on_device=True, mapping_error="").maps_devices

@@ -14,6 +14,7 @@ from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensorHooks
@@ -65,13 +66,14 @@ def test_a_budget() -> None:
 
 def test_free_memory_is_shared_out() -> None:
     needs = CacheBytes(parameters=100, gradients=200)
-    assert auto_cache_bytes(4000, 4, needs) == needs
-    assert auto_cache_bytes(1000, 4, needs) == CacheBytes(100, 25)
-    assert auto_cache_bytes(400, 4, needs) == CacheBytes(50, 0)
-    assert auto_cache_bytes(-5, 4, needs) == CacheBytes(0, 0)
-    assert auto_cache_bytes(1000, 4, needs, ("auto", 70)) == CacheBytes(55, 70)
-    assert auto_cache_bytes(1000, 4, needs, (7, "auto")) == CacheBytes(7, 118)
-    assert auto_cache_bytes(0, 4, needs, (7, 8)) == CacheBytes(7, 8)
+    assert auto_cache_bytes(4000, 4, needs, CommConfig()) == needs
+    assert auto_cache_bytes(1000, 4, needs, CommConfig()) == CacheBytes(100, 25)
+    assert auto_cache_bytes(400, 4, needs, CommConfig()) == CacheBytes(50, 0)
+    assert auto_cache_bytes(-5, 4, needs, CommConfig()) == CacheBytes(0, 0)
+    assert auto_cache_bytes(1000, 4, needs, CommConfig(gradient_cache_bytes=70)) == CacheBytes(55, 70)
+    assert auto_cache_bytes(1000, 4, needs, CommConfig(parameter_cache_bytes=7)) == CacheBytes(7, 118)
+    both = CommConfig(parameter_cache_bytes=7, gradient_cache_bytes=8)
+    assert auto_cache_bytes(0, 4, needs, both) == CacheBytes(7, 8)
 
 
 class PoisoningPool(BufferPool):

@@ -26,6 +26,7 @@ import torch
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 
@@ -52,8 +53,9 @@ class Life:
         self.distribution = DISTRIBUTIONS[rng.integers(len(DISTRIBUTIONS))]
         # From a 64th of all gradients to more than is of use.
         mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
-        settings = {"zero_copy": bool(rng.integers(2)), "reduction": reduction, "mailbox_bytes": mailbox_bytes}
-        self.transport = window_transport(world, torch.float32, self.dtype, **settings)
+        zero_copy = ("off", "auto")[rng.integers(2)]
+        comm = CommConfig(zero_copy=zero_copy, reduction=reduction, mailbox_bytes=mailbox_bytes)
+        self.transport = window_transport(world, torch.float32, self.dtype, comm)
         self.has_thread = bool(rng.integers(2))
         specs = enumerate([ParameterSpec("p", (numel,), True)] for numel in self.sizes)
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in specs])

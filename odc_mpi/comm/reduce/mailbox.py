@@ -45,12 +45,12 @@ from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
 from odc_mpi.comm.reduce.accumulate import MAX_PLANS, WindowGradientStore
 from odc_mpi.comm.reduce.rings import SLOTS_PER_RING, PendingPush, ReservedSlots, Rings
 from odc_mpi.comm.reduce.slots import HostSlots, Slot, to_messages
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.windows.rma import Message, Window, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-DEFAULT_MAILBOX_BYTES = 64 << 20
 #: Size of a header: four int64 (array, start, numel, position of the slot in its ring).
 HEADER_BYTES = 32
 COUNTER_BYTES = 8
@@ -62,20 +62,20 @@ class MailboxGradientStore(WindowGradientStore):
     Only one thread at a time may call `push`, `flush`, or the `wait` method of the `Work` that `push` returns.
 
     Args:
+        comm: Settings, of which `mailbox_bytes` is the maximum memory for gradients that this rank has received but not
+            yet added. In addition, headers take up to 4 KiB for each other rank.
         slots: Constructor of the shards and slots, called with `world` and `dtype`.
-        mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. In
-            addition, headers take up to 4 KiB for each other rank.
     """
 
     def __init__(
         self,
         world: World,
         dtype: torch.dtype,
-        mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
+        comm: CommConfig,
         slots: Callable[[World, torch.dtype], HostSlots] = HostSlots,
     ) -> None:
         super().__init__(world, dtype)
-        self._mailbox_bytes = mailbox_bytes
+        self._mailbox_bytes = comm.mailbox_bytes
         self._slots = slots(world, dtype)
         self._rings = Rings(world, dtype.itemsize)
         self._counters_bytes = align_up(world.size * COUNTER_BYTES)

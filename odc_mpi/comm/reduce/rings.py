@@ -101,10 +101,10 @@ class Rings:
         `numels` contains the number of elements in a rank's shard of each trainable array.
         """
         smallest = SLOTS_PER_RING * ALIGNMENT
-        if mailbox_bytes < max(1, self.count * smallest):
+        if mailbox_bytes < self.count * smallest:
             raise UserError(
-                f"comm.mailbox_bytes must be at least {max(1, self.count * smallest)} ({smallest} for each of "
-                f"{self.count} rings), got {mailbox_bytes!r}"
+                f"comm.mailbox_bytes must be at least {self.count * smallest} ({smallest} for each of {self.count} "
+                f"rings), got {mailbox_bytes}"
             )
         # More room than for the gradients of two backward passes of each sender would not be used.
         num_senders = max(size for _, size in self._world.layout) if self._shared else 1

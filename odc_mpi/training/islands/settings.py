@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from odc_mpi.errors import UserError
+from odc_mpi.setting_types import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check
 from odc_mpi.training.parsing.conflicts import Conflicts
-from odc_mpi.training.parsing.setting_types import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check
 
 _SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
 _MOMENTUM = Check("from 0 up to, but not including, 1", lambda value: 0 <= value < 1)

@@ -34,5 +34,21 @@ def check_conflicts(declared: Iterable[Conflicts], settings: Mapping[str, Any], 
                 )
 
 
+def check_evaluation(values: Mapping[str, Any], source: str) -> None:
+    """Raise `UserError` if the evaluation settings in `values` contradict each other. The error names `source`."""
+    if values.get("data.eval_path") is None:
+        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
+            if values.get(key):
+                raise UserError(f"{source}: {key} requires data.eval_path: set it to the data to evaluate on")
+    if not values.get("run.keep_best"):
+        return
+    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
+    if not saved or not evaluated or saved % evaluated:
+        raise UserError(
+            f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every to be a "
+            f"positive multiple of run.eval_every, got {saved} and {evaluated}"
+        )
+
+
 def _text(value: Any) -> str:
     return json.dumps(value).strip('"')

@@ -14,6 +14,7 @@ from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.comm.islands.islands import Islands
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.loader import Part
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.islands.run_dir import island_directories
@@ -26,7 +27,7 @@ from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_directory, reopen_run_directory
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors, require_shared
-from odc_mpi.training.settings import CommConfig, Config, defaults, dump
+from odc_mpi.training.settings import Config, defaults, dump
 
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {

@@ -16,6 +16,7 @@ from rich.console import Console
 from odc_mpi.api import dtypes_by_parameter
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader, Part
 from odc_mpi.data.show import show_sequences
@@ -26,7 +27,7 @@ from odc_mpi.models.families import trial_inputs
 from odc_mpi.models.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes, peak_resident_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.cache_budget import CacheBytes, CacheSizes, auto_cache_bytes, node_cache_fits
+from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
@@ -261,10 +262,9 @@ def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int
     comm, num_bytes = config.comm, sum(sizes.units)
     if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
         return 0
-    gpu = config.run.device == "cuda"
-    caches: CacheSizes = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
+    comm = CommConfig() if config.run.device == "cuda" else comm  # caches on GPUs take no host memory
     own_bytes = sizes.shard + sizes.gradient_shard + sizes.masters + sizes.states
-    fits = node_cache_fits(num_bytes, available_bytes() - ranks_per_node * own_bytes, ranks_per_node, caches)
+    fits = node_cache_fits(num_bytes, available_bytes() - ranks_per_node * own_bytes, ranks_per_node, comm)
     return num_bytes // ranks_per_node if fits else 0
 
 
@@ -272,11 +272,11 @@ def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes:
     """Return the sizes of the caches. A GPU's memory size is unknown here, so its auto caches have size 0."""
     available = 0 if config.run.device == "cuda" else available_bytes() - ranks_per_node * state_bytes
     parameters, gradients = config.comm.parameter_cache_bytes, config.comm.gradient_cache_bytes
-    sizes: CacheSizes = (
-        min(parameters, needs.parameters) if isinstance(parameters, int) else "auto",
-        min(gradients, needs.gradients) if isinstance(gradients, int) else "auto",
+    comm = CommConfig(
+        parameter_cache_bytes=min(parameters, needs.parameters) if isinstance(parameters, int) else "auto",
+        gradient_cache_bytes=min(gradients, needs.gradients) if isinstance(gradients, int) else "auto",
     )
-    return auto_cache_bytes(available, ranks_per_node, needs, sizes)
+    return auto_cache_bytes(available, ranks_per_node, needs, comm)
 
 
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:

@@ -12,11 +12,11 @@ from processes import is_running
 #: An owner that never takes what lies in its mailbox.
 NEVER_ANSWERS = """
 import time, torch
-from odc_mpi import World
+from odc_mpi import CommConfig, World
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=2)
-transport = window_transport(world, reduction="mailbox", mailbox_bytes=1000)
+transport = window_transport(world, comm=CommConfig(reduction="mailbox", mailbox_bytes=1000))
 transport.allocate([FlatLayout.build("layers.3", [ParameterSpec("weight", (10_000,), True)], world.size)])
 if world.rank == 1:
     time.sleep(60)
@@ -83,13 +83,11 @@ world.gather_objects(None)
 FETCHES_AHEAD = """
 import sys, time, torch
 import odc_mpi
-from odc_mpi.api import decide_for
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.probe.decision import CommSettings
 world = odc_mpi.World(timeout_s=20)
 layers = [torch.nn.Linear(64, 64) for _ in range(4)]
-copies = decide_for(world, CommSettings(zero_copy="off"))  # else there is nothing to fetch ahead
-model = odc_mpi.shard_model(torch.nn.Sequential(*layers), world, units=layers, prefetch=1, decision=copies)
+copies = odc_mpi.CommConfig(zero_copy="off")  # else there is nothing to fetch ahead
+model = odc_mpi.shard_model(torch.nn.Sequential(*layers), world, units=layers, comm=copies)
 for _ in range(2):
     with model.minibatch():
         model(torch.randn(8, 64)).mean().backward()

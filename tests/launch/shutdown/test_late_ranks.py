@@ -118,7 +118,7 @@ class Hanging(ShardStorage):
 
 
 world.timeout_s = 3 if world.rank == 1 else 60
-transport = window_transport(world, zero_copy=False)
+transport = window_transport(world, comm=odc_mpi.CommConfig(zero_copy="off"))
 transport.storages += (Hanging(),)
 train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
@@ -144,7 +144,7 @@ def finish(self, index, claim, fetch):
 claimed = Path(sys.argv[1], "claimed")
 original, NodeCache._finish = NodeCache._finish, finish
 nodes = odc_mpi.World(Pairs(world.comm), job=world.job)
-model = ShardedModel(module, window_transport(nodes, node_cache=True, progress=True), units=[Block])
+model = ShardedModel(module, window_transport(nodes, comm=odc_mpi.CommConfig(progress="thread")), units=[Block])
 world.timeout_s = 3 if world.rank == 0 else 60
 with model.minibatch():
     while world.rank == 0 and not claimed.exists():

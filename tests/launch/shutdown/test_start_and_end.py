@@ -139,9 +139,9 @@ def test_a_rank_that_stops_before_it_finalizes_ends_the_job():
 @pytest.mark.quick
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
 def test_a_process_alone_leaves_no_name_behind(end):
-    """Open MPI leaves one of a process that no launcher started, also where that makes no world."""
+    """Open MPI leaves one of a process that no launcher started."""
     before = set(Path("/dev/shm").iterdir())
-    launch(0, "-c", f"import os; from odc_mpi import World; {end}")
+    launch(0, "-c", f"import os, odc_mpi; world = odc_mpi.World(); {end}")
     assert not left_behind(before)
 
 

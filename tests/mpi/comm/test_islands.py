@@ -2,6 +2,7 @@
 
 import copy
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from units import Block, random_pushes
 
-from odc_mpi import shard_model
+from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.probe.decision import Choice
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
@@ -24,7 +27,7 @@ from odc_mpi.shard.model import ShardedModel
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
 SIZES = [1, 33, 70_000, 1000]
-REDUCTIONS = {"accumulate": {}, "mailbox": {"reduction": "mailbox", "mailbox_bytes": 20_000, "progress": True}}
+REDUCTIONS = {"accumulate": {}, "mailbox": {"reduction": "mailbox", "mailbox_bytes": 20_000, "progress": "thread"}}
 
 
 @pytest.fixture(params=[1, 2], ids="islands of {}".format)
@@ -35,12 +38,12 @@ def islands(world, request):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("zero_copy", [True, False], ids=["zero-copy", "copies"])
+@pytest.mark.parametrize("zero_copy", ["auto", "off"], ids=["zero-copy", "copies"])
 def test_owners_get_the_sums_of_all_islands_and_all_islands_their_parameters(
     world, islands, allocate, reduction, zero_copy
 ):
     """Some rounds, each with a rank that comes late, and parameters that depend on the sums."""
-    transport = window_transport(world, zero_copy=zero_copy, islands=islands, **REDUCTIONS[reduction])
+    transport = window_transport(world, comm=CommConfig(zero_copy=zero_copy, **REDUCTIONS[reduction]), islands=islands)
     allocate(transport, SIZES)
     owned = [layout_of(numel, world, islands).owned(world.rank) for numel in SIZES]
     for number in range(4):
@@ -177,6 +180,13 @@ def test_islands_serve_one_model(world, islands):
     shard_model(Block(), world, islands=islands).close()
     with pytest.raises(ValueError, match="islands: expected new islands for each model"):
         shard_model(Block(), world, islands=islands)
+
+
+def test_windows_on_gpus_are_refused_by_all_ranks_together(world, islands):
+    on_gpus = replace(decide_for(world), window_device=Choice("cuda", ""))
+    with pytest.raises(AllRanksUserError, match=r"^islands: expected windows in host memory"):
+        shard_model(Block(), world, islands=islands, comm=on_gpus)
+    islands.close()
 
 
 @pytest.mark.sizes(3)

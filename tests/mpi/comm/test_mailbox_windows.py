@@ -10,6 +10,7 @@ from pretended_nodes import on_pretended_nodes
 from units import assert_sums, while_the_last_rank_computes
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.settings import CommConfig
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -44,7 +45,8 @@ def test_a_computing_owner_delays_no_push(world, allocate, base, serves):
     """Or while a thread that serves makes room for far more than its mailbox holds."""
     numel, count = 100_000, 5 if serves else 1
     mailbox_bytes = (1 << 16 if serves else 1 << 20) * (world.size - 1)
-    transport = allocate(window_transport(world, reduction="mailbox", mailbox_bytes=mailbox_bytes), [numel])
+    comm = CommConfig(reduction="mailbox", mailbox_bytes=mailbox_bytes)
+    transport = allocate(window_transport(world, comm=comm), [numel])
     values = torch.ones(numel)
     transport.publish_parameters()
 
@@ -67,7 +69,7 @@ def test_a_thread_serves_while_the_main_thread_pushes(world, allocate, on_nodes)
         pytest.skip("every rank has its own rings")
     numel = 1_000_000 * world.size  # so that adding takes long enough to meet
     ranks = on_pretended_nodes(world) if on_nodes else world
-    transport = allocate(window_transport(ranks, reduction="mailbox", mailbox_bytes=3 << 22), [numel])
+    transport = allocate(window_transport(ranks, comm=CommConfig(reduction="mailbox", mailbox_bytes=3 << 22)), [numel])
     values = torch.ones(numel)
     with serving(transport, 1e-5):
         for _ in range(3):

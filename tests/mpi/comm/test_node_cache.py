@@ -13,11 +13,10 @@ from torch import nn
 from units import Block, assert_fetched, assert_sums, write_parameters
 
 from odc_mpi import shard_model
-from odc_mpi.api import decide_for
 from odc_mpi.comm.factory import staged, window_transport
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
@@ -38,7 +37,7 @@ SMALL_MAILBOX = {"reduction": "mailbox", "mailbox_bytes": 256 * 3}
 
 def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allocate):
     """All ranks want all arrays at once, each in an order of its own. One is slow, also to end with a publication."""
-    transport = allocate(window_transport(nodes, node_cache=True, progress=True), SIZES)
+    transport = allocate(window_transport(nodes, comm=CommConfig(progress="thread")), SIZES)
     parameters = transport.parameters
     assert (parameters.access is Access.NODE) == (nodes.local_size == 2)
     shared = 0
@@ -57,7 +56,7 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
 
 def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):
     """Without a progress thread. The rank that fetches completes its fetch after a push, which needs the others."""
-    transport = allocate(window_transport(nodes, node_cache=True, **SMALL_MAILBOX), SIZES)
+    transport = allocate(window_transport(nodes, comm=CommConfig(**SMALL_MAILBOX)), SIZES)
     parameters, gradient = transport.parameters, torch.ones(1000)
     if nodes.rank == 1:
         fetch = parameters.fetch(3)
@@ -73,7 +72,7 @@ def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate
 
 
 def test_there_is_no_cache_on_a_single_node(world, allocate):
-    transport = allocate(window_transport(world, node_cache=True), SIZES)
+    transport = allocate(window_transport(world), SIZES)
     assert transport.parameters.access in (Access.VIEW, Access.KEEP)
     assert transport.node_cache is None
 
@@ -83,7 +82,7 @@ def train(nodes, module, prefetch, device=None, **settings):
 
     Beside these, the bytes of the frozen arrays that ranks of other nodes own.
     """
-    transport = window_transport(nodes, reduce_dtype=torch.int64, **settings)
+    transport = window_transport(nodes, reduce_dtype=torch.int64, comm=CommConfig(**settings))
     transport = transport if device is None else staged(transport, device)
     model = ShardedModel(copy.deepcopy(module), transport, units=[Block], prefetch=prefetch)
     model.cache_bytes = CacheBytes(1 << 30, 0)
@@ -125,10 +124,10 @@ def module():
 
 @pytest.fixture(scope="module")
 def without_cache(nodes, module):
-    return train(nodes, module, prefetch=1, progress=True)
+    return train(nodes, module, prefetch=1, progress="thread", node_cache="off")
 
 
-@pytest.mark.parametrize("progress", [True, False], ids=["thread", "no thread"])
+@pytest.mark.parametrize("progress", ["thread", "off"])
 @pytest.mark.parametrize(
     ("prefetch", "device", "settings"),
     [(0, None, {}), (2, None, {}), (2, LateDevice(), {}), (0, None, SMALL_MAILBOX), (2, None, SMALL_MAILBOX)],
@@ -138,8 +137,7 @@ def test_training_gives_the_same_bits_and_moves_each_byte_once(
     nodes, module, without_cache, prefetch, device, settings, progress
 ):
     """Frozen ones once in all. With ranks without a microbatch, and forwards between the minibatches."""
-    options = {"node_cache": True, "progress": progress} | settings
-    state, outputs, moved, kept = train(nodes, module, prefetch, device, **options)
+    state, outputs, moved, kept = train(nodes, module, prefetch, device, progress=progress, **settings)
     wanted, wanted_outputs, each, _ = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))
@@ -157,10 +155,10 @@ def test_training_gives_the_same_bits_and_moves_each_byte_once(
 
 def test_the_setting_of_the_cache_is_checked_and_one_rank_can_turn_it_off(nodes):
     modules = [nn.Sequential(*(Block() for _ in range(2))) for _ in range(2)]
-    with pytest.raises(UserError, match="node_cache: expected auto or off, got on"):
-        decide_for(nodes, CommSettings(node_cache="on"))
+    with pytest.raises(UserError, match='node_cache: expected auto or off, got "on"'):
+        CommConfig(node_cache="on")
     for module, setting in zip(modules, ("auto", "off" if nodes.rank == 0 else "auto"), strict=True):
-        model = shard_model(module, nodes, units=[Block], decision=decide_for(nodes, CommSettings(node_cache=setting)))
+        model = shard_model(module, nodes, units=[Block], comm=CommConfig(node_cache=setting))
         has_cache = module is modules[0] and nodes.local_size == 2
         assert (model.usage.node_cache_bytes > 0) == has_cache
         assert (model.cache_needs.maximum.parameters == 0) == has_cache

@@ -9,10 +9,10 @@ import torch
 from mpi4py import MPI
 from units import wait_for_file
 
-from odc_mpi.api import decide_for, shard_model
+from odc_mpi.api import shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.probe.decision import CommSettings
+from odc_mpi.comm.settings import CommConfig
 
 pytestmark = pytest.mark.mpi
 
@@ -72,16 +72,15 @@ def test_the_switch_interval_is_short_until_the_last_one_is_closed(world, monkey
 
 
 def test_a_transport_has_one(world, allocate):
-    assert allocate(window_transport(world, progress=True), [100]).group._progress is not None
+    assert allocate(window_transport(world, comm=CommConfig(progress="thread")), [100]).group._progress is not None
 
 
 @pytest.mark.sizes(3)
 def test_a_full_mailbox_of_a_rank_that_sleeps_or_generates_delays_no_push(world, base):
     """Rank 0 pushes more than its rings hold. Rank 1 sleeps and rank 2 generates without fetches until it is done."""
     module = torch.nn.Linear(64, 64)
-    decision = decide_for(world, CommSettings(reduction="mailbox", mailbox_bytes=4096))
-    caches = {"parameter_cache_bytes": 0, "gradient_cache_bytes": 0}
-    model = shard_model(module, world, decision=decision, prefetch=0, **caches)
+    without = {"prefetch": 0, "parameter_cache_bytes": 0, "gradient_cache_bytes": 0}
+    model = shard_model(module, world, comm=CommConfig(reduction="mailbox", mailbox_bytes=4096, **without))
     x, deadline = torch.ones(2, 64), time.monotonic() + 30
     with model.minibatch():
         if world.rank == 0:

@@ -9,10 +9,10 @@ import torch
 from mpi4py import MPI
 from units import assert_fetched, assert_sums, write_parameters
 
-from odc_mpi.api import decide_for, shard_model
+from odc_mpi.api import shard_model
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.prefetch import CommunicationThread
@@ -25,7 +25,7 @@ ROUNDS = 20
 
 @pytest.fixture
 def transport(world, allocate):
-    return allocate(window_transport(world, zero_copy=False), SIZES)
+    return allocate(window_transport(world, comm=CommConfig(zero_copy="off")), SIZES)
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_without_threads_a_deadline_says_that_no_rank_can_be_asked(monkeypatch):
 def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(monkeypatch, level):
     monkeypatch.setattr(MPI, "Query_thread", lambda: getattr(MPI, level.removeprefix("MPI_")))
     with World(timeout_s=60) as world:
-        decision = decide_for(world, CommSettings(zero_copy="off", reduction="accumulate", progress="off"))
+        comm = CommConfig(zero_copy="off", reduction="accumulate", progress="off", gradient_cache_bytes=0)
         # A gradient that stays here until the gradients are complete would call nothing.
-        model = shard_model(torch.nn.Linear(2, 2), world, decision=decision, gradient_cache_bytes=0)
+        model = shard_model(torch.nn.Linear(2, 2), world, comm=comm)
         refused = pytest.raises(UserError, match=rf"from the main thread only \({level}\), .* autograd_0")
         with model.minibatch():
             loss = model(torch.ones(1, 2)).sum()
@@ -85,7 +85,7 @@ def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(
                 in_a_thread(loss.backward)
         model.publish()
         with pytest.raises(UserError, match=f"run.device: cuda requires MPI_THREAD_SERIALIZED, .* got {level}"):
-            shard_model(torch.nn.Linear(2, 2), world, decision=decision, device="cuda")
+            shard_model(torch.nn.Linear(2, 2), world, comm=comm, device="cuda")
 
 
 def count_threads():
@@ -94,7 +94,7 @@ def count_threads():
 
 def test_a_fetch_in_a_thread_starts_no_other_threads(world, allocate, threads):
     """As torch does for a large copy: each thread that calls it gets a team of its own."""
-    transport = allocate(window_transport(world, zero_copy=False), [1 << 20])
+    transport = allocate(window_transport(world, comm=CommConfig(zero_copy="off")), [1 << 20])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

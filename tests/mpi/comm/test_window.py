@@ -16,6 +16,7 @@ from units import (
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec, ranges_by_owner
 from odc_mpi.comm.reduce import accumulate, mailbox
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import parameters, rma
 from odc_mpi.comm.windows.rma import SharedWindow, Window
@@ -37,9 +38,10 @@ both_reductions = pytest.mark.parametrize("reduction", ["accumulate", "mailbox"]
 
 @pytest.fixture
 def make(world, zero_copy, allocate):
-    def build(sizes=SIZES, trainable=True, **options):
+    def build(sizes=SIZES, trainable=True, reduction="auto", **dtypes):
         # With less space than the larger pushes need.
-        transport = window_transport(world, zero_copy=zero_copy, mailbox_bytes=20_000, **options)
+        comm = CommConfig(zero_copy="auto" if zero_copy else "off", reduction=reduction, mailbox_bytes=20_000)
+        transport = window_transport(world, comm=comm, **dtypes)
         return allocate(transport, sizes, trainable)
 
     return build

@@ -11,6 +11,7 @@ from units import assert_sums, write_parameters
 from odc_mpi import api
 from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.settings import CommConfig
 
 pytestmark = pytest.mark.mpi
 
@@ -71,10 +72,11 @@ def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes_and_nothi
 
 @pytest.mark.sizes(1, 3, 4)
 @pytest.mark.parametrize("registers", [True, False])
-@pytest.mark.parametrize("options", [{}, {"zero_copy": False}, {"node_cache": True}], ids=str)
+@pytest.mark.parametrize("options", [{"node_cache": "off"}, {"zero_copy": "off"}, {}], ids=str)
 def test_owners_write_only_after_the_copies_from_their_windows(world, options, registers):
     device = LateDevice(can_register=registers)
-    transport = staged(window_transport(on_pretended_nodes(world) if world.size > 1 else world, **options), device)
+    ranks = on_pretended_nodes(world) if world.size > 1 else world
+    transport = staged(window_transport(ranks, comm=CommConfig(**options)), device)
     layout = FlatLayout.build("unit", [ParameterSpec("weight", (3, 1007), True)], world.size)
     transport.allocate([layout] * 6)
     for version in range(3):
@@ -96,7 +98,7 @@ def test_owners_write_only_after_the_copies_from_their_windows(world, options, r
 @pytest.mark.sizes(4)
 def test_only_shards_of_other_nodes_pass_through_pinned_memory(world):
     device = LateDevice()
-    transport = staged(window_transport(on_pretended_nodes(world)), device)
+    transport = staged(window_transport(on_pretended_nodes(world), comm=CommConfig(node_cache="off")), device)
     layout = FlatLayout.build("unit", [ParameterSpec("weight", (4096,), True)], world.size)
     transport.allocate([layout])
     transport.parameters.shard(0).fill_(float(world.rank))

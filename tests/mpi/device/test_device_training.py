@@ -15,9 +15,9 @@ from odc_mpi.comm.device.device_stores import DeviceParameters, SingleRankParame
 from odc_mpi.comm.device.staged import StagedParameters
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce import slots
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
-from odc_mpi.probe.decision import CommSettings
 from odc_mpi.probe.device_decision import RUN_DOCTOR
 from odc_mpi.probe.device_probe import device_cache_key
 from odc_mpi.probe.report import OperationResult, Peer, Peers, ProbeReport
@@ -85,7 +85,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
 def test_ranks_of_a_node_map_each_others_devices(world, dataset_path, monkeypatch, changes):
     device = LateDevice()
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: device)
-    decision = api.decide_for(world, CommSettings(zero_copy="off"), device="cuda")
+    decision = api.decide_for(world, CommConfig(zero_copy="off"), device="cuda")
     assert (decision.window.value, decision.window_device.value, decision.reduction.value) == ("map", "cuda", "mailbox")
     settings = {"run.device": "cuda", "data.balance": "lb_mini", "comm.zero_copy": "off"}
     config = configure(dataset_path, **settings | changes)
@@ -105,7 +105,7 @@ def test_bf16_follows_the_fp32_run(world, dataset_path, device, window_device, r
 
 
 def transport_for(world, decision):
-    return api._transport(world, LateDevice(), api.torch.float32, api.torch.float32, decision, False, None)
+    return api._transport(world, LateDevice(), api.torch.float32, api.torch.float32, decision, decision.comm, None)
 
 
 def keep_verdict(world, device, **operations):
@@ -119,7 +119,7 @@ def keep_verdict(world, device, **operations):
 
 def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):
     # The only rank needs no proof.
-    decision = api.decide_for(world, CommSettings(zero_copy="off" if world.size == 1 else "auto"), device="cuda")
+    decision = api.decide_for(world, CommConfig(zero_copy="off" if world.size == 1 else "auto"), device="cuda")
     assert decision.window_device.value == "cpu" and RUN_DOCTOR in decision.one_line()
     assert isinstance(transport_for(world, decision).parameters, StagedParameters)
 
@@ -132,25 +132,25 @@ def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, d
         transport_for(world, decision).parameters, SingleRankParameters if world.size == 1 else DeviceParameters
     )
     # Where the rest is set nothing is tried, and the verdict counts all the same.
-    decision = api.decide_for(world, CommSettings(zero_copy="off", reduction="mailbox", progress="off"), device="cuda")
+    decision = api.decide_for(world, CommConfig(zero_copy="off", reduction="mailbox", progress="off"), device="cuda")
     assert decision.window_device.value == "cuda"
     assert isinstance(transport_for(world, decision).parameters, DeviceParameters)
 
-    decision = api.decide_for(world, CommSettings(window_device="cpu"), device="cuda")
+    decision = api.decide_for(world, CommConfig(window_device="cpu"), device="cuda")
     assert isinstance(transport_for(world, decision).parameters, StagedParameters)
     assert api.decide_for(world).window_device is None
 
 
 def test_windows_on_a_device_go_with_a_model_there(world):
     with pytest.raises(UserError, match=r"comm.window_device: cuda requires run.device cuda"):
-        api.decide_for(world, CommSettings(window_device="cuda"))
+        api.decide_for(world, CommConfig(window_device="cuda"))
 
 
 @pytest.mark.sizes(1)
 def test_the_only_rank_refuses_the_graph_of_parameters_that_have_changed(world, device):
     """It keeps them in the graph, so nothing but this would notice."""
-    decision = api.decide_for(world, CommSettings(window_device="cuda"), device="cuda")
-    model = api.shard_model(torch.nn.Linear(3, 1), world, device="cuda", decision=decision)
+    decision = api.decide_for(world, CommConfig(window_device="cuda"), device="cuda")
+    model = api.shard_model(torch.nn.Linear(3, 1), world, device="cuda", comm=decision)
     assert isinstance(model._transport.parameters, SingleRankParameters)
     with model.minibatch():
         late, later, now = (model(torch.ones(1, 3)).sum() for _ in range(3))
@@ -183,6 +183,8 @@ def test_shards_that_exceed_the_memory_of_a_gpu_are_on_the_host(world, monkeypat
 def test_islands_have_windows_on_the_host_of_ranks_with_a_gpu(world, monkeypatch):
     device = LateDevice()
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: device)
+    choice = api.decide_for(world, device="cuda", islands=True).window_device
+    assert (choice.value, choice.reason) == ("cpu", "islands exchange parameters through host memory")
     model = api.shard_model(nn.Linear(8, 8), world, device="cuda", islands=Islands(world, "node"))
     assert isinstance(model._transport.parameters, StagedParameters)
     model.close()

@@ -12,6 +12,7 @@ from units import assert_pushed, assert_sums, random_pushes
 from odc_mpi.comm import factory
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.reduce import slots
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.windows.device_window import DeviceWindow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -82,11 +83,13 @@ def make(world, monkeypatch, request, allocate):
             # Ranks of a pretended node share rings.
             on_pretended_nodes(world) if with_thread and world.size > 2 else world,
             **dtypes,
+            comm=CommConfig(
+                reduction=request.param.split()[0],
+                mailbox_bytes=LITTLE_ROOM * max(1, world.size - 1),
+                progress="thread" if with_thread else "off",
+            ),
             device=LateDevice(),
             mapped=request.param.endswith("mapped"),
-            reduction=request.param.split()[0],
-            mailbox_bytes=LITTLE_ROOM * max(1, world.size - 1),
-            progress=with_thread,
         )
         return allocate(transport, sizes)
 

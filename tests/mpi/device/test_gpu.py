@@ -11,8 +11,8 @@ from odc_mpi import api
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.comm.device.device import find_device
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
-from odc_mpi.probe.decision import CommSettings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4), pytest.mark.usefixtures("gpu")]
 
@@ -163,7 +163,7 @@ def test_window_memory_is_what_torch_sees(window_device):
 def test_windows_on_the_gpu_give_what_a_plain_loop_does(
     world, dataset_path, exact_fp32, window_device, prefetch, reduction, optimizer, param_dtype
 ):
-    decision = api.decide_for(world, CommSettings(reduction=reduction), device="cuda")
+    decision = api.decide_for(world, CommConfig(reduction=reduction), device="cuda")
     if decision.window_device.value != "cuda":
         pytest.skip(decision.window_device.reason)  # `make test-gpu` has asked the doctor before
     changes = {"comm.window_device": "auto", "comm.reduction": reduction, "comm.prefetch": prefetch}

@@ -7,23 +7,14 @@ from torch import nn
 from units import Block
 
 from odc_mpi import api, shard_model
-from odc_mpi.api import decide_for
 from odc_mpi.comm.device import device_memory
-from odc_mpi.errors import AllRanksUserError
-from odc_mpi.probe.decision import CommSettings
+from odc_mpi.comm.settings import CommConfig
 
 pytestmark = pytest.mark.mpi
 
 
 def blocks():
     return nn.Sequential(*(Block() for _ in range(6)))
-
-
-@pytest.mark.parametrize("wrong", ["2G", -1, 0.5])
-def test_a_size_that_is_none_on_one_rank_is_refused_on_all(world, wrong):
-    size = wrong if world.rank == world.size - 1 else "auto"
-    with pytest.raises(AllRanksUserError, match=f"gradient_cache_bytes: expected .*, got {wrong!r}"):
-        shard_model(blocks(), world, gradient_cache_bytes=size)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 3])
@@ -33,8 +24,8 @@ def test_ranks_share_the_memory_of_a_gpu_with_the_same_uuid(world, monkeypatch, 
     device.free_bytes = lambda: 12_000
     monkeypatch.setattr(api, "find_device", lambda kind, host_rank: device)
     monkeypatch.setattr(device_memory, "gpu_uuid", lambda host_rank: f"GPU-{world.rank % num_gpus}")
-    decision = decide_for(world, CommSettings(zero_copy="off", reduction="accumulate", progress="off"))
-    model = shard_model(blocks(), world, units=[Block], decision=decision, device="cuda")
+    comm = CommConfig(zero_copy="off", reduction="accumulate", progress="off")
+    model = shard_model(blocks(), world, units=[Block], comm=comm, device="cuda")
     assert model.cache_bytes.parameters == 6_000 // (world.size if num_gpus == 1 else 1)
     model.close()
 
@@ -45,8 +36,7 @@ def test_a_single_rank_adds_gradients_to_its_shards_without_a_buffer(world, redu
     torch.manual_seed(0)
     plain, sharded = blocks(), blocks()
     sharded.load_state_dict(plain.state_dict())
-    decision = decide_for(world, CommSettings(reduction=reduction))
-    model = shard_model(sharded, world, units=[Block], decision=decision)
+    model = shard_model(sharded, world, units=[Block], comm=CommConfig(reduction=reduction))
     shard_bytes = model.usage.peak_gradient_bytes
     inputs = torch.randn(3, 4, next(plain.parameters()).shape[-1])
     with model.minibatch():

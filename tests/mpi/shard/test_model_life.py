@@ -9,16 +9,16 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 from odc_mpi.api import decide_for, shard_model
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.probe.decision import CommSettings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 
 @pytest.fixture
 def decision(world):
-    return decide_for(world, CommSettings(zero_copy="off", reduction="accumulate", progress="off"))
+    return decide_for(world, CommConfig(zero_copy="off", reduction="accumulate", progress="off"))
 
 
 def kept(world):
@@ -48,7 +48,7 @@ def step_once(model):
 def test_nothing_stays_of_models_that_are_closed(world, decision):
     before, references = kept(world), []
     for _ in range(50):
-        model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
+        model = shard_model(torch.nn.Linear(2, 2), world, comm=decision)
         step_once(model)
         references.append(weakref.ref(model))
         model.close()
@@ -74,11 +74,11 @@ def test_a_parameter_that_is_kept_outlives_its_model(world):
 
 
 def test_models_that_were_not_closed_are_named_when_memory_runs_out(world, decision, monkeypatch):
-    model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
+    model = shard_model(torch.nn.Linear(2, 2), world, comm=decision)
     monkeypatch.setattr("odc_mpi.runtime.memory.available_bytes", lambda: 0)
     words = r"this node has 0 MiB .* windows \(beside those of \d+ other models, which close\(\) frees\) of its"
     with pytest.raises(AllRanksUserError, match=words):
-        shard_model(torch.nn.Linear(200, 2000), world, decision=decision)
+        shard_model(torch.nn.Linear(200, 2000), world, comm=decision)
     model.close()
 
 
@@ -93,7 +93,7 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
 def test_open_resources_close_with_their_world(world, decision):
     before = world.job.num_models
     with world.split("node") as part:
-        model = shard_model(torch.nn.Linear(2, 2), part, decision=decision)
+        model = shard_model(torch.nn.Linear(2, 2), part, comm=decision)
         slices = model.shard_parameters()
         step_once(model)
         values = [p.tolist() for p in slices]
@@ -132,5 +132,5 @@ def unequal_module(rank, difference):
 def test_models_that_differ_between_ranks_are_refused_on_all(world, decision, difference, found):
     before = kept(world)
     with pytest.raises(AllRanksUserError, match=f"^the model differs between ranks: rank 1 has {found}$"):
-        shard_model(unequal_module(world.rank, difference), world, units=[torch.nn.Linear], decision=decision)
+        shard_model(unequal_module(world.rank, difference), world, units=[torch.nn.Linear], comm=decision)
     assert_no_more(world, before)

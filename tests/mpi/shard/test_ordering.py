@@ -9,6 +9,7 @@ from units import Block
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.step_phases import SYNC_POINTS
 
@@ -23,7 +24,8 @@ def model(world, request):
     reduction, prefetch = request.param
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))
-    model = ShardedModel(module, window_transport(world, reduction=reduction), units=[Block], prefetch=prefetch)
+    transport = window_transport(world, comm=CommConfig(reduction=reduction))
+    model = ShardedModel(module, transport, units=[Block], prefetch=prefetch)
     model.spans.start_recording()
     yield model
     model.close()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
@@ -56,7 +57,7 @@ def make_optimizer(parameters):
 
 def train_sharded(world, network, reduce_dtype=torch.float64, cache_bytes=0, prefetch=0, **options):
     """Return the parameters after all steps, and which steps were skipped."""
-    transport = window_transport(world, param_dtype=torch.float64, reduce_dtype=reduce_dtype, **options)
+    transport = window_transport(world, torch.float64, reduce_dtype, CommConfig(**options))
     model = ShardedModel(copy.deepcopy(network), transport, units=[Tower, Head], prefetch=prefetch)
     model.cache_bytes = CacheBytes(cache_bytes, cache_bytes)
     optimizer, skipped = make_optimizer(model.shard_parameters()), []
@@ -102,7 +103,7 @@ def network():
 def test_uneven_ranks_train_as_plain_torch_does(world, network, reduction, prefetch, cache_bytes):
     """Also with caches of unlike sizes on the ranks, of which the second has room for a tower."""
     options = {"reduction": reduction, "prefetch": prefetch, "cache_bytes": cache_bytes[world.rank]}
-    state, skipped = train_sharded(world, network, zero_copy=False, **options)
+    state, skipped = train_sharded(world, network, zero_copy="off", **options)
     assert [step for step in range(STEPS) if skipped[step]] == list(NOT_FINITE)
     for name, value in train_plain(network).items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
-from odc_mpi.training.parsing.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
+from odc_mpi.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
 from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from typing_extensions import override
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.parsing.setting_types import (
+from odc_mpi.setting_types import (
     NON_EMPTY_NAMES,
     NOT_NEGATIVE,
     ONE_OR_MORE,

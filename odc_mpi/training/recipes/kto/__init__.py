@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typing_extensions import override
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.parsing.setting_types import NOT_NEGATIVE, POSITIVE
+from odc_mpi.setting_types import NOT_NEGATIVE, POSITIVE
 from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:

@@ -67,8 +67,8 @@ def answer_metrics(
 ) -> dict[str, float]:
     """Return the mean reward and log-probability of each kind of answers, and the margin, keyed by name of the metric.
 
-    The reward is `kto.beta` times the log-ratio. The kinds are desirable (True) and undesirable answers. `sums` are those
-    of the log-ratios and log-probabilities. A kind without answers has no metrics, and then there is no margin.
+    The reward is `kto.beta` times the log-ratio. The kinds are desirable (True) and undesirable answers. `sums` are
+    those of the log-ratios and log-probabilities. A kind without answers has no metrics, nor a margin.
     """
     metrics = {}
     for kind, name in ((True, "chosen"), (False, "rejected")):

@@ -1,18 +1,26 @@
-"""Types of settings, checks on their values, and descriptions of types and values for error messages."""
+"""Types of settings, checks on their values, and descriptions of types and values for error messages.
 
+A section of settings is a frozen dataclass whose fields are annotated with a type, a help text, and checks.
+"""
+
+import functools
 import json
 import os
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NewType, Union, get_args, get_origin, get_type_hints
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
 from odc_mpi.yaml_dialect import is_utf8, read_value
 
 #: Number of bytes. Users can also write it with a unit, as in 512M.
-Size = NewType("Size", int)
+if TYPE_CHECKING:
+    Size = int  # type checkers accept any integer
+else:
+    Size = NewType("Size", int)
 
 _TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
@@ -53,6 +61,16 @@ NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
 ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
 NAMES = Check("each not empty", lambda value: value != "" and all(isinstance(name, str) and name for name in value))
 NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_valid(value))
+
+
+@functools.cache
+def settings_of(section: type) -> Mapping[str, Setting]:
+    """Return the settings of a section, keyed by field name, in the order of the fields."""
+    hints, settings = get_type_hints(section, include_extras=True), {}
+    for item in fields(section):
+        hint, description, *checks = get_args(hints[item.name])
+        settings[item.name] = Setting(hint, description, checks, item.default)
+    return settings
 
 
 def validate_value(name: str, setting: Setting, value: Any) -> Any:
@@ -138,19 +156,3 @@ def _join_members(hint: Any, separator: str, name_of: Callable[[Any], str]) -> s
 def format_value(value: Any) -> str:
     """Format a value as JSON, truncated to 80 characters, for error messages."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
-
-
-def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the evaluation settings in `values` contradict each other. The error names `source`."""
-    if values.get("data.eval_path") is None:
-        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
-            if values.get(key):
-                raise UserError(f"{source}: {key} requires data.eval_path: set it to the data to evaluate on")
-    if not values.get("run.keep_best"):
-        return
-    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
-    if not saved or not evaluated or saved % evaluated:
-        raise UserError(
-            f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every to be a "
-            f"positive multiple of run.eval_every, got {saved} and {evaluated}"
-        )
