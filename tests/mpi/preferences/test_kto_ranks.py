@@ -39,9 +39,9 @@ def settings(labels_path, base, **changes):
 
 def log_ratio(module, frozen, dataset, prompt, answer):
     """The log-ratio of the answer to one prompt if it follows another, and its log-probability."""
-    num_prompts, longest = dataset.columns["num_prompt_tokens"], dataset.lengths.max()
+    num_prompts = dataset.columns["num_prompt_tokens"]
     parts = dataset[prompt][0][: num_prompts[prompt]], dataset[answer][0][num_prompts[answer] :]
-    row, num_prompt = torch.cat([torch.from_numpy(part) for part in parts])[:longest], num_prompts[prompt]
+    row, num_prompt = torch.cat([torch.from_numpy(part) for part in parts]), num_prompts[prompt]
 
     def logp(model):
         logps = model(input_ids=row[None, :-1], use_cache=False).logits[0].log_softmax(-1)
@@ -190,7 +190,7 @@ def test_data_of_another_kind_is_refused(world, labels_path, pairs_path, base):
             "dpo",
             "has answers with labels, but run.objective is dpo: set it to kto, or prepare records with",
         ),
-        (labels_path, "sft", "has answers with labels, but run.objective is sft: set it to kto, or prepare only the"),
+        (labels_path, "sft", "has answers with labels, but run.objective is sft: set it to kto, or prepare only what"),
         (pairs_path, "kto", "has pairs of a chosen and a rejected answer, but run.objective is kto: set it to dpo or"),
     ):
         with pytest.raises(AllRanksUserError, match=words):

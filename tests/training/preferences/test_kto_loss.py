@@ -28,7 +28,7 @@ RECORDS = [
     {"prompt": "the sky is ", "completion": "blue and wide", "label": True},
     {"prompt": "the sky is ", "completion": "green", "label": False},
     {"prompt": "two and two are ", "completion": "five, or six, or seven", "label": False},
-    {"prompt": "a b c ", "completion": "d e f g", "label": True},
+    {"prompt": "what follows all of the letters a b c d is ", "completion": "e", "label": True},
     {"prompt": "the end ", "completion": "of all", "label": True},
 ]
 
@@ -73,7 +73,8 @@ class OneRank:
         longest = int(dataset.lengths.max())
         data = SimpleNamespace(max_tokens_per_microbatch=2 * longest, cost="linear")
         self.config = SimpleNamespace(data=data, run=SimpleNamespace(exact=False))
-        self.inputs = SimpleNamespace(model=SimpleNamespace(packing=SimpleNamespace(packs=True), flops=CostModel()))
+        packing, module = SimpleNamespace(packs=True), SimpleNamespace(config=SimpleNamespace())
+        self.inputs = SimpleNamespace(model=SimpleNamespace(packing=packing, flops=CostModel(), module=module))
 
     def activity(self, what):
         return torch.no_grad()
@@ -125,7 +126,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, monkeypatch):
     found = trainer._metrics["train"]
     for name in ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl", "entropy"):
         if name != "kl" or estimator:
-            assert step.metrics[name] == pytest.approx(found[name][0], rel=1e-5, abs=1e-6), name
+            assert step.metrics[name] == pytest.approx(found[name][0], rel=1e-5, abs=5e-6), name
     if estimator:
         assert step.metrics["kl"] > 0, "otherwise the estimate has no effect here"
 
@@ -140,14 +141,16 @@ def copy_packed(reference, model):
 def test_a_mismatched_answer_is_truncated_and_a_single_prompt_gets_that_of_another(trl_trainer):
     _, dataset, _ = trl_trainer
     lengths, prompts = dataset.lengths, dataset.columns["num_prompt_tokens"]
-    order = np.array([3, 2, 0])
-    groups = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=order))
-    for position, (prompt, answer) in enumerate([(3, 0), (2, 3), (0, 2)]):
+    order = np.array([2, 3, 0])
+    longest = int(lengths.max())
+    groups = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=order), longest)
+    assert prompts[3] + (lengths - prompts)[2] > longest, "otherwise no answer is truncated"
+    for position, (prompt, answer) in enumerate([(2, 0), (3, 2), (0, 3)]):
         group = groups.read(position)
         wanted = np.concatenate([dataset[prompt][0][: prompts[prompt]], dataset[answer][0][prompts[answer] :]])
         [found] = group.answers
-        kept = wanted[: lengths.max()]
+        kept = wanted[:longest]
         assert np.concatenate([group.prompt, found.tokens]).tolist() == kept.tolist()
         assert groups.lengths[position] == len(kept) and len(found.loss_mask) == len(found.tokens)
-    [alone] = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=np.array([4]))).read(0).answers
+    [alone] = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=np.array([4])), longest).read(0).answers
     assert alone.tokens.tolist() == dataset[0][0][prompts[0] :].tolist()

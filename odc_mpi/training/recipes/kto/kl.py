@@ -40,6 +40,8 @@ class KLEstimator:
         self._model, self._log_ratios = model, log_ratios
         self._rank, self._size = context.world.rank, context.world.size
         self._max_tokens = config.data.max_tokens_per_microbatch
+        positions = getattr(context.inputs.model.module.config, "max_position_embeddings", None)
+        self._max_length = min(self._max_tokens, positions or self._max_tokens)
         self._cost_model = initial_cost_model(config.data, context.inputs.model)
         packs = context.inputs.model.packing.packs
         self._strategy = find_strategy("dynamic", self._cost_model, exact=config.run.exact, packs=packs)
@@ -50,7 +52,7 @@ class KLEstimator:
 
         Ranks claim microbatches of mismatched answers, and then gather the sum and the number of the log-ratios.
         """
-        groups = _Mismatched(minibatch)
+        groups = _Mismatched(minibatch, self._max_length)
         plan = self._strategy(groups.lengths, self._size, self._max_tokens, self._cost_model)
         total, count = 0.0, 0
         with torch.no_grad(), self._model.activity("estimating the KL divergence"):
@@ -68,17 +70,17 @@ class _Mismatched:
     """The prompts of a minibatch, each with the answer to the previous prompt, the first one with that to the last one.
 
     If the last minibatch of a data epoch has only one prompt, its answer is that to another prompt of the data set.
-    Answers are truncated so that a prompt with its answer has no more tokens than the longest sequence of the data set.
-    `lengths` contains these numbers of tokens, int64 `[n]`.
+    An answer is truncated if it has more than `max_length` tokens with its prompt. `lengths` contains these numbers of
+    tokens, int64 `[n]`.
     """
 
-    def __init__(self, minibatch: Minibatch) -> None:
+    def __init__(self, minibatch: Minibatch, max_length: int) -> None:
         self._dataset, self._prompts = minibatch.dataset, minibatch.indices
         lengths, num_prompts = self._dataset.lengths, self._dataset.columns["num_prompt_tokens"]
         is_alone = len(self._prompts) == 1
         self._answers = (self._prompts + 1) % len(lengths) if is_alone else np.roll(self._prompts, 1)
         num_answer_tokens = (lengths - num_prompts)[self._answers]
-        self._max_length = int(lengths.max())
+        self._max_length = max_length
         sums = num_prompts[self._prompts] + num_answer_tokens
         self.lengths: npt.NDArray[np.int64] = np.minimum(sums, self._max_length)
 
