@@ -1,7 +1,8 @@
 """Lookup of Hugging Face Hub models in the local cache, and download of missing models into the cache.
 
 The cache is that of huggingface_hub (HF_HOME, HF_HUB_CACHE). A download runs in a child process, which is killed if the
-network does not answer. Pickled weights and code are neither downloaded nor used. This module does not use MPI;
+network does not answer: requests of huggingface_hub 2.4 to the API of the Hub have no timeout, and a thread that waits
+for one cannot be ended. Pickled weights and code are neither downloaded nor used. This module does not use MPI;
 `resolve_model_path` communicates only through its argument `gather`.
 """
 
@@ -136,19 +137,14 @@ class _Download:
         from huggingface_hub import constants
 
         name, revision = parse_name(path) or ("", None)
-        self._folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+        self._blobs = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
         self._what, self._report = f"downloading {name} from the Hugging Face Hub", report
         self._problem: str | None = None
         patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
         # Other formats of the same weights are in subfolders.
         request = {"repo_id": name, "revision": revision, "allow_patterns": patterns, "ignore_patterns": ["*/*"]}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(request)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        words, null = [sys.executable, "-c", _PROGRAM, json.dumps(request)], subprocess.DEVNULL
+        self._process = subprocess.Popen(words, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
         self._num_bytes = -1
         self._grew = self._reported = time.monotonic()
         report(self._what)
@@ -157,8 +153,10 @@ class _Download:
         """Return True if the download is complete or has failed. Otherwise, report its progress."""
         if self._process.poll() is not None:
             return True
-        num_bytes = sum(map(_size, self._folder.glob("blobs/*")))
-        now = time.monotonic()
+        num_bytes, now = 0, time.monotonic()
+        for file in self._blobs.glob("*"):
+            with suppress(OSError):  # an incomplete file is renamed when it is complete
+                num_bytes += file.stat().st_size
         if num_bytes != self._num_bytes:
             self._num_bytes, self._grew = num_bytes, now
         elif now - self._grew > STALL_S:
@@ -175,12 +173,6 @@ class _Download:
         output, _ = self._process.communicate()
         code = self._process.returncode
         return self._problem or output.strip() or (f"the download ended with exit code {code}" if code else None)
-
-
-def _size(file: Path) -> int:
-    with suppress(OSError):  # an incomplete file is renamed when it is complete
-        return file.stat().st_size
-    return 0
 
 
 def _find(path: str, weights: bool) -> str | None:

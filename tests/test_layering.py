@@ -67,8 +67,8 @@ KEPT_IN = {
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "data.chat", "rollout", "generation"},
-    "peft": {"models.adapters"},
-    "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "models.export"},
+    "peft": {"models.adapters.add"},
+    "safetensors": {"models.weights.safetensors_files", "models.adapters.read", "models.export"},
     "rich": {
         *("cli", "probe.doctor", "observe.terminal", "observe.watch", "training.start.dry_run"),
         *("data.prepare", "data.show", "report.page"),

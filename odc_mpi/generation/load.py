@@ -10,10 +10,10 @@ from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
+from odc_mpi.models.adapters.read import base_model_path, is_peft_directory, stored_dtype
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import find_checkpoint, load_checkpoint, load_model, load_run_tokenizer
-from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
+from odc_mpi.models.adapters.check import HashedWeights
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
 from odc_mpi.models.families import Packing, build_for_training
 from odc_mpi.models.heads import CAUSAL_LM, Task
-from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import find_composite, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -22,14 +21,12 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import GENERATION_CONFIG, SideFiles
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import write_files
-from odc_mpi.errors import UserError, one_line_message, warn
+from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import set_default_mode, sync
-from odc_mpi.hub import cached_model_path, parse_name
-from odc_mpi.models.adapters import ADAPTER, adapted_layers, add_adapters, add_product, base_name, is_adapter, peft_name
-from odc_mpi.models.build import MetaModel, is_model_directory
+from odc_mpi.models.adapters.read import load_base
+from odc_mpi.models.adapters.write import MergedWeights, adapter_contents
 from odc_mpi.models.heads import REWARD, prediction_task
-from odc_mpi.models.load import load_base, load_checkpoint
-from odc_mpi.models.peft_directory import BASE_CONFIG, CONFIG
+from odc_mpi.models.load import load_checkpoint
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -78,7 +75,11 @@ def export(
     has_adapters = "adapter" in checkpoint.manifest.metadata
     if not has_adapters and (option := "--merge" if merge else "--base" if base else None):
         raise UserError(f"{option} requires adapters, but {checkpoint.directory} is a full model: remove {option}")
-    content = _adapters(checkpoint, base) if has_adapters and not merge else _model(checkpoint, base)
+    if has_adapters and not merge:
+        tensors, files = adapter_contents(checkpoint, base)
+        content = _Content(tensors, _CheckpointTensors(checkpoint), None, "float32", files=files)
+    else:
+        content = _model(checkpoint, base)
     dtype = dtype or content.dtype
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -106,35 +107,6 @@ def export(
     return names
 
 
-def _adapters(checkpoint: Checkpoint, base: Path | None) -> _Content:
-    """Return adapters for `PeftModel.from_pretrained`. Raise `UserError` for a wrong base, or a multimodal one."""
-    if base is not None:
-        load_base(checkpoint, base=base)
-    metadata = checkpoint.manifest.metadata
-    location = str(base or "") or metadata["base"]["path"] or ""
-    if location and Path(location).exists():  # peft may load the adapters in another working directory
-        location = str(Path(location).absolute())
-    path = Path(cached_model_path(location))
-    if location and is_model_directory(path) and _is_multimodal(path):
-        raise UserError(
-            f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft would not "
-            "find their layers, so export the merged text model with --merge"
-        )
-    tensors = {
-        peft_name(name): PlacedTensor.from_stored(name, checkpoint.record(f"{MODEL}/{name}").shape)
-        for name in _trained(checkpoint)
-    }
-    name, revision = parse_name(location) or (location or None, None)  # as peft names a base from the Hub
-    files = {CONFIG: {**metadata["adapter"], "base_model_name_or_path": name, "revision": revision}}
-    if location and (overrides := metadata["base"]["config"]):
-        files[BASE_CONFIG] = overrides
-        warn(
-            f"WARNING: the run changed {', '.join(overrides)} of the base's configuration, which peft does not: make "
-            f"the changes in {BASE_CONFIG} also in config.json of {location}, or export with --merge"
-        )
-    return _Content(tensors, _CheckpointTensors(checkpoint), None, "float32", files=files)
-
-
 def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
     """Return a full or merged model as published tensors, with the names and shapes that `save_pretrained` writes."""
     metadata = checkpoint.manifest.metadata
@@ -144,7 +116,7 @@ def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
     buffers = dict(replicated_persistent_tensors(module))
     shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *buffers.items())}
     tensors = published_tensors(module, shapes)
-    source = _MergedWeights(checkpoint, meta_model, buffers) if is_merged else _CheckpointTensors(checkpoint)
+    source = MergedWeights(checkpoint, meta_model, buffers) if is_merged else _CheckpointTensors(checkpoint)
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"]}
     config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
     return _Content(tensors, source, config, metadata["config"]["model"]["param_dtype"], buffers)
@@ -159,54 +131,6 @@ class _CheckpointTensors(WeightSource):
     @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return read_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
-
-
-class _MergedWeights(WeightSource):
-    """Source of a base model's tensors, with the adapters in a checkpoint merged into the weights.
-
-    An adapted weight is `W + alpha / r * B @ A`, computed in float32. Modules trained in full replace the originals.
-    The module of `base` is modified in place.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, base: MetaModel, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._checkpoint, self._base, self._buffers = checkpoint, base.weights, buffers
-        self._replaced = {base_name(name): name for name in _trained(checkpoint) if not is_adapter(name)}
-        self._shapes = {name: parameter.shape for name, parameter in base.module.named_parameters()}
-        self._module = add_adapters(base, checkpoint.manifest.metadata["adapter"], 0, torch.float32).module
-        self._layers = adapted_layers(self._module)
-        self._merged: tuple[str, torch.Tensor] | None = None
-
-    @override
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if name in self._buffers:
-            return self._buffers[name].reshape(-1)[start:stop]
-        if name in self._replaced:
-            return read_tensor(self._checkpoint, f"{MODEL}/{self._replaced[name]}", start, stop)
-        if name not in self._layers:
-            return self._base.read(name, start, stop)
-        if self._merged is None or self._merged[0] != name:
-            self._merged = name, self._merge(name).reshape(-1)
-        return self._merged[1][start:stop].clone()  # tensors of a safetensors file cannot share memory
-
-    def _merge(self, name: str) -> torch.Tensor:
-        layer, shape = self._layers[name], self._shapes[name]
-        weight = self._base.read(name, 0, shape.numel()).reshape(shape)
-        a, b = (self._read_stored(f"{layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
-        return add_product(self._module.get_submodule(layer), weight.float(), a, b)
-
-    def _read_stored(self, name: str) -> torch.Tensor:
-        record = self._checkpoint.record(f"{MODEL}/{name}")
-        return read_tensor(self._checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
-
-
-def _is_multimodal(path: Path) -> bool:
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    return config.get_text_config() is not config
-
-
-def _trained(checkpoint: Checkpoint) -> list[str]:
-    tensors = checkpoint.manifest.tensors.items()
-    return [path.removeprefix(f"{MODEL}/") for path, record in tensors if record.kind == "trainable"]
 
 
 def _write_weights(content: _Content, out: Path, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ Parameters remain on the meta device. Each rank reads its slices of the paramete
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,13 +20,10 @@ from odc_mpi.checkpoint.side_files import read_tokenizer_files
 from odc_mpi.checkpoint.state import CheckpointWeights, restore_buffers
 from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
-from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
-from odc_mpi.models.adapters import add_adapters
-from odc_mpi.models.configuration import first_difference, full_configuration
-from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, prediction_task, set_padding
-from odc_mpi.models.peft_directory import from_peft_directory, is_peft_directory
-from odc_mpi.models.weights.base_check import HashedWeights, check_base, describe_base
+from odc_mpi.models.adapters.add import add_adapters
+from odc_mpi.models.adapters.read import from_peft_directory, is_peft_directory, load_base
+from odc_mpi.models.heads import CAUSAL_LM, REWARD, Task, prediction_task
 
 
 def load_model(
@@ -160,45 +157,6 @@ def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy:
             f"none: pass one with {remedy}"
         )
     return load_files(files, Path(config["data"]["path"]), remedy)
-
-
-def load_base(
-    checkpoint: Checkpoint,
-    rank: int = 0,
-    size: int = 1,
-    attn_implementation: str | None = None,
-    base: Path | None = None,
-) -> build.MetaModel:
-    """Build and verify the base model of an adapter checkpoint. For arguments and errors, see `load_model`."""
-    record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
-    attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
-    task = saved_task(checkpoint)
-    if record["path"] is None:
-        if base is not None:
-            raise UserError(
-                f"--base: expected none, since the base of the LoRA adapter {checkpoint.directory} is "
-                f"{describe_base(record)}, got {base}: omit --base"
-            )
-        meta_model = build.from_config(record["config"], record["seed"], attention, task)
-    else:
-        base_path = base or Path(cached_model_path(record["path"]))
-        if not build.is_model_directory(base_path):
-            raise UserError(
-                f"{checkpoint.directory} is a LoRA adapter: expected its base model in {base_path}, found no "
-                "config.json there: restore it, or pass its directory to odc-mpi export or generate with --base"
-                f"{download_hint(str(base_path))}"
-            )
-        meta_model = build.from_directory(base_path, attention, record["config"], task, record["seed"])
-        if task is REWARD:
-            set_padding(meta_model.module.config, checkpoint.manifest.metadata["transformers_config"]["pad_token_id"])
-        if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
-            key, theirs, ours = difference
-            raise UserError(
-                f"{checkpoint.directory} is a LoRA adapter: expected a base with {key} {theirs!r}, got {ours!r} in "
-                f"{base_path}: restore its base there, or pass its directory with --base (odc-mpi export, generate)"
-            )
-    check_base(cast(HashedWeights, meta_model.weights), record, rank, size)
-    return meta_model
 
 
 def _refuse_base(path: Path, base: Path | None) -> None:

@@ -227,7 +227,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
     if config.lora.r is None:
         return meta_model
     # Imported late: peft takes a second.
-    from odc_mpi.models.adapters import add_adapters
+    from odc_mpi.models.adapters.add import add_adapters
 
     names = {"alpha": "lora_alpha", "dropout": "lora_dropout"}  # in peft; the others are equal
     settings = {names.get(name, name): value for name, value in vars(config.lora).items()}

@@ -12,8 +12,8 @@ from torch import nn
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.adapters import add_adapters, add_in_forward, base_name, is_adapter
-from odc_mpi.models.weights.base_check import check_base, part_digests
+from odc_mpi.models.adapters.add import add_adapters, add_in_forward, base_name, is_adapter
+from odc_mpi.models.adapters.check import check_base, part_digests
 
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "modules_to_save": None}
 UNTIED = QWEN2 | {"tie_word_embeddings": False}

@@ -8,7 +8,7 @@ from odc_mpi.data.microbatch import packed_inputs
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models import compiled
-from odc_mpi.models.adapters import add_adapters
+from odc_mpi.models.adapters.add import add_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it
 

@@ -58,6 +58,60 @@ def test_a_run_that_repeats_steps_has_each_once(tmp_path):
     assert found["eval/reward"] == [(0, 0.25)]
     assert found["train/epoch"] == [(step, step / 2) for step in range(1, 9)]
     assert found.keys() == {"train/loss", "eval/loss", "eval/reward", "train/epoch", "train/step_s", "train/skipped"}
+    _, second = sorted((run_dir / "trackers" / "tensorboard").glob("events.*"))
+    assert [step for step, _ in read_tensorboard(second)["train/loss"]] == [4, 5, 6, 7, 8], "others are not sent again"
+
+
+@pytest.mark.filterwarnings("default")  # MLflow's own
+def test_a_run_on_an_mlflow_server_continues(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/server.db")
+    for arguments in ((0, 6, 1.0), (3, 8, 10.0)):
+        train(tmp_path / "run", "mlflow", *arguments)
+    (run,) = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("odc_mpi").experiment_id])
+    assert run.info.run_id == (tmp_path / "run" / "trackers" / "mlflow" / "run_id").read_text()
+    points = {
+        (point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    }
+    assert points == {*((step, 1.0 * step) for step in range(1, 7)), *((step, 10.0 * step) for step in range(4, 9))}
+
+
+def test_a_run_on_a_wandb_server_continues(tmp_path, monkeypatch):
+    """By a replacement for accelerate's class, because W&B resumes no offline run."""
+    tracking = pytest.importorskip("accelerate.tracking")
+    runs = []
+
+    class Server(Broken):
+        def __init__(self, project, **options):
+            super().__init__()
+            runs.append(options)
+            self.tracker = SimpleNamespace(id=options.get("id") or f"id{len(runs)}")
+            self.steps = options["steps"] = []
+
+        def start(self):
+            pass
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step):
+            if step == 7:
+                raise OSError("no answer")
+            self.steps.append(step)
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Server)
+    monkeypatch.setattr("test_trackers.require_tracker_packages", lambda names: None)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    for done, steps in ((0, 5), (3, 6), (5, 8), (6, 6)):
+        train(tmp_path / "run", "wandb", done, steps, 1.0)
+    assert [run.get("id") for run in runs] == [None, "id1", "id1", None]
+    assert [run.get("resume") for run in runs] == [None, "allow", "allow", None]
+    # The third was disabled, so the fourth is new.
+    assert [run["steps"] for run in runs] == [[0, 1, 2, 3, 4, 5], [4, 5, 6], [6], [0, 1, 2, 3, 4, 5, 6]]
+    monkeypatch.delenv("WANDB_MODE")
+    train(tmp_path / "run", "wandb", 6, 6, 1.0)
+    assert "id" not in runs[-1] and runs[-1]["steps"] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_the_environment_chooses_server_and_project(tmp_path, monkeypatch):
@@ -68,7 +122,7 @@ def test_the_environment_chooses_server_and_project(tmp_path, monkeypatch):
     assert (project, options["mode"]) == ("mine", "online")
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
-    assert trackers._options("mlflow", tmp_path, "run")[1] == {"run_name": "run"}
+    assert trackers._options("mlflow", tmp_path, "run")[1] == {"run_name": "run", "run_id": None}
 
 
 def test_a_launcher_that_sets_local_rank_starts_no_torch_distributed():

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from odc_mpi.errors import UserError
-from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.adapters.check import HashedWeights
 
 
 class RandomInitWeights(HashedWeights):

@@ -26,9 +26,9 @@ from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import stored_type
 from odc_mpi.checkpoint.state import TensorRange, TrainingState, stored_array
 from odc_mpi.errors import StoppedError, TrainingError, warn
+from odc_mpi.models.adapters.check import part_digests
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import full_configuration
-from odc_mpi.models.weights.base_check import part_digests
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import DETAILS, MACHINE, RESULT, SPEED, Metric
 from odc_mpi.runtime.job_info import slurm_job

@@ -18,8 +18,8 @@ from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.loader import Part
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.islands.run_dir import island_directories
+from odc_mpi.models.adapters.check import check_base
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
-from odc_mpi.models.weights.base_check import check_base
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World

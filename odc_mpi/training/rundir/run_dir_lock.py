@@ -1,11 +1,11 @@
 """Lock on a run directory, held by rank 0, and the check that all ranks see the directory.
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
-because each run binds an abstract socket named after the directory. (File locks can hang on network file systems.) On
-another host, the second run warns and writes its token to owner.json, where the first run finds it and stops saving.
+because each run binds an abstract socket named after the directory (unix(7)), which the kernel frees when the run ends
+or is killed. (File locks can hang on network file systems.) On another host, the second run warns and replaces
+owner.json, where the first run finds the second and stops saving.
 """
 
-import errno
 import json
 import os
 import socket
@@ -38,22 +38,31 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
-        self._path, pid = run_dir / LOCK_FILE, os.getpid()
-        self._token = f"{time.time_ns():x}-{pid}"
-        record = {"token": self._token, "host": socket.gethostname(), "pid": pid, **slurm_job()}
-        with convert_write_errors(run_dir):
+        self._path, host = run_dir / LOCK_FILE, socket.gethostname()
+        self._record = {"host": host, "pid": os.getpid(), "time_ns": time.time_ns(), **slurm_job()}
+        with convert_write_errors(run_dir), ExitStack() as stack:
             make_directory(run_dir)
-            self._socket = self._acquire(min(LOCK_TIMEOUT_S, timeout_s / 2))
-            try:
-                self._warn_about(_read(self._path), record)
-                write_text_durable(self._path, json.dumps(record) + "\n")
-            except BaseException:
-                self._socket.close()
-                raise
+            ends = time.monotonic() + min(LOCK_TIMEOUT_S, timeout_s / 2)
+            while (is_bound := _is_bound(run_dir)) and time.monotonic() < ends:
+                time.sleep(0.1)
+            other = _read(self._path)
+            if is_bound:
+                raise UserError(
+                    f"run.dir: {run_dir} is in use by {_describe_run(other)}: choose another run.dir, or end that run"
+                )
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(_socket_name(run_dir))
+            is_requeued = other.get("slurm_job_id", "") == self._record.get("slurm_job_id")
+            if other.get("host", host) != host and not is_requeued:
+                warn(
+                    f"WARNING: {run_dir} is marked as in use by {_describe_run(other)} that did not exit cleanly. This "
+                    "run takes over; if the other is still running, it will no longer save"
+                )
+            write_text_durable(self._path, json.dumps(self._record) + "\n")
+            self._socket = stack.pop_all()
 
     def require_held(self) -> None:
         """Raise `OSError` if another run has taken over the directory or the lock file is missing. Thread-safe."""
-        if _read(self._path).get("token") != self._token:
+        if _read(self._path) != self._record:
             raise OSError(
                 f"another run has taken over {self._path.parent}: end one of them, or give it another run.dir"
             )
@@ -63,44 +72,11 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self.require_held()
             self._path.unlink()
 
-    def _acquire(self, timeout_s: float) -> socket.socket:
-        """Bind the abstract socket of the directory (unix(7)), which only one process per host can do."""
-        name, ends = f"\0{_socket_name(self._path.parent)}", time.monotonic() + timeout_s
-        sock = socket.socket(socket.AF_UNIX)
-        while True:
-            try:
-                sock.bind(name)
-                return sock
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE and time.monotonic() < ends:
-                    time.sleep(0.1)
-                    continue
-                sock.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            raise UserError(
-                f"run.dir: {self._path.parent} is in use by {_describe_run(_read(self._path))}: choose another "
-                "run.dir, or end that run"
-            )
-
-    def _warn_about(self, other: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Warn that a run on another host may still be running, unless it is this job before it was requeued."""
-        if other.get("host", record["host"]) == record["host"]:
-            return
-        if other.get("slurm_job_id", "") != record.get("slurm_job_id"):
-            warn(
-                f"WARNING: {self._path.parent} is marked as in use by {_describe_run(other)} that did not exit "
-                "cleanly. This run takes over; if the other is still running, it will no longer save"
-            )
-
 
 def is_held(run_dir: Path) -> bool:
     """Return True if a run holds the lock on a directory. A run on another host still holds it after being killed."""
     record = _read(run_dir / LOCK_FILE)
-    if record.get("host") != socket.gethostname():
-        return bool(record)
-    sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
-    return any(line.endswith(f" @{_socket_name(run_dir)}") for line in sockets)
+    return _is_bound(run_dir) if record.get("host") == socket.gethostname() else bool(record)
 
 
 def require_shared(run_dir: Path, world: "World") -> None:
@@ -119,17 +95,17 @@ def require_shared(run_dir: Path, world: "World") -> None:
                 place = depth, Path(file.name).name
         if (place := world.gather_objects(place)[0]) is None:
             return
-        folder, name = folders[place[0]], place[1]
+        path = folders[place[0]] / place[1]
         ends = time.monotonic() + (min(SEARCH_S, world.timeout_s / 2) if is_remote else 0)
-        while not (is_visible := os.access(folder / name, os.F_OK)) and time.monotonic() < ends:
+        while not (is_visible := os.access(path, os.F_OK)) and time.monotonic() < ends:
             time.sleep(0.1)
-        seen = world.gather_objects((is_visible, folder.absolute()))
+        seen = world.gather_objects((is_visible, path.parent.absolute()))
     if blind := [rank for rank, (is_visible, _) in enumerate(seen) if not is_visible]:
-        names = [f"rank {r} on {world.hosts[r]}" for r in blind[:4]] + [f"{len(blind) - 4} more"] * (len(blind) > 4)
+        more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise AllRanksUserError(
             f"run.dir: expected a directory that all ranks share, got {run_dir}: a file that rank 0 on "
-            f"{world.hosts[0]} wrote to {seen[0][1]} does not appear in {seen[blind[0]][1]} for {', '.join(names)}: "
-            "set run.dir to an absolute path on a file system that all nodes share"
+            f"{world.hosts[0]} wrote to {seen[0][1]} does not appear in {seen[blind[0]][1]} for rank {blind[0]} on "
+            f"{world.hosts[blind[0]]}{more}: set run.dir to an absolute path on a file system that all nodes share"
         )
 
 
@@ -143,16 +119,20 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = parse_json(path.read_text(encoding="utf-8", errors="replace"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    with suppress(FileNotFoundError, ValueError):
+        if isinstance(record := parse_json(path.read_text(encoding="utf-8", errors="replace")), dict):
+            return record
+    return {}
+
+
+def _is_bound(run_dir: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        return sock.connect_ex(_socket_name(run_dir)) == 0
 
 
 def _socket_name(run_dir: Path) -> str:
     directory = run_dir.stat()
-    return f"odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}"
+    return f"\0odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}"
 
 
 def _describe_run(other: Mapping[str, Any]) -> str:

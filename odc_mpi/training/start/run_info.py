@@ -55,7 +55,7 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
         "output": f"{config.run.dir}, {saved}",
     }
     if config.lora.r is not None and config.lora.target_modules == "all-linear":
-        from odc_mpi.models.adapters import left_out  # imported late, as in `inputs`
+        from odc_mpi.models.adapters.add import left_out  # imported late, as in `inputs`
 
         if names := left_out(inputs.model.module):
             lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"

@@ -51,8 +51,7 @@ class Shell:
 def scalars(run):
     """The series of a run, by TensorBoard's own reader."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (path,) = (run / "trackers" / "tensorboard").iterdir()
-    events = reader.EventAccumulator(str(path)).Reload()
+    events = reader.EventAccumulator(str(run / "trackers" / "tensorboard")).Reload()
     return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 

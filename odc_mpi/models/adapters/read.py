@@ -1,11 +1,13 @@
-"""Models from peft directories, which contain adapter_config.json and adapter_model.safetensors, but no base model.
+"""Reading adapters and their base: peft directories, and the base models of adapter checkpoints.
 
-Each rank reads only its own slices of the base model, but all adapters and all modules in `modules_to_save`.
+Peft directories contain adapter_config.json and adapter_model.safetensors, but no base model. Each rank reads only its
+own slices of the base model, but all adapters and all modules in `modules_to_save`.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -13,11 +15,15 @@ from safetensors.torch import load_file
 from torch import nn
 from typing_extensions import override
 
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import read_settings
 from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
-from odc_mpi.models.adapters import OPTIONAL_SETTINGS, SETTINGS, add_adapters, base_name, is_trained, peft_name
+from odc_mpi.models.adapters.add import OPTIONAL_SETTINGS, SETTINGS, add_adapters, base_name, is_trained, peft_name
+from odc_mpi.models.adapters.check import HashedWeights, check_base, describe_base
+from odc_mpi.models.configuration import first_difference, full_configuration
+from odc_mpi.models.heads import REWARD, prediction_task, set_padding
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
@@ -87,6 +93,45 @@ def stored_dtype(directory: Path) -> torch.dtype:
     content = read_settings(directory / "config.json")
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def load_base(
+    checkpoint: Checkpoint,
+    rank: int = 0,
+    size: int = 1,
+    attn_implementation: str | None = None,
+    base: Path | None = None,
+) -> build.MetaModel:
+    """Build and verify the base model of an adapter checkpoint. For arguments and errors, see `load_model`."""
+    record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
+    attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
+    task = prediction_task(checkpoint.manifest.metadata["architectures"][0])
+    if record["path"] is None:
+        if base is not None:
+            raise UserError(
+                f"--base: expected none, since the base of the LoRA adapter {checkpoint.directory} is "
+                f"{describe_base(record)}, got {base}: omit --base"
+            )
+        meta_model = build.from_config(record["config"], record["seed"], attention, task)
+    else:
+        base_path = base or Path(cached_model_path(record["path"]))
+        if not build.is_model_directory(base_path):
+            raise UserError(
+                f"{checkpoint.directory} is a LoRA adapter: expected its base model in {base_path}, found no "
+                "config.json there: restore it, or pass its directory to odc-mpi export or generate with --base"
+                f"{download_hint(str(base_path))}"
+            )
+        meta_model = build.from_directory(base_path, attention, record["config"], task, record["seed"])
+        if task is REWARD:
+            set_padding(meta_model.module.config, checkpoint.manifest.metadata["transformers_config"]["pad_token_id"])
+        if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
+            key, theirs, ours = difference
+            raise UserError(
+                f"{checkpoint.directory} is a LoRA adapter: expected a base with {key} {theirs!r}, got {ours!r} in "
+                f"{base_path}: restore its base there, or pass its directory with --base (odc-mpi export, generate)"
+            )
+    check_base(cast(HashedWeights, meta_model.weights), record, rank, size)
+    return meta_model
 
 
 class _PeftWeights(WeightSource):

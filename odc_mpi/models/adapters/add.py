@@ -14,9 +14,8 @@ transformers model with the parameter names of peft:
 
 import hashlib
 import math
-import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any, cast
@@ -27,9 +26,9 @@ from torch import nn
 from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.adapters.check import LAYER, HashedWeights, check_layers, check_names, find_routers
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.heads import prediction_task
-from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: Default adapter name in peft, which is a component of parameter names.
@@ -44,8 +43,6 @@ OPTIONAL_SETTINGS = (
     *("target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     "exclude_modules",
 )
-#: Pattern that matches a dotted name up to the layer number, as in peft.
-_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
@@ -72,12 +69,12 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     task = prediction_task(type(module).__name__)
     if task.new_head:
         settings = {**settings, "modules_to_save": sorted({*(settings["modules_to_save"] or ()), task.new_head})}
-    _check_names(module, settings)
-    _check_layers(module, settings, meta_model.num_layers)
+    check_names(module, settings)
+    check_layers(module, settings, meta_model.num_layers)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     arguments = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
-    if settings["target_modules"] == "all-linear" and (routers := _find_routers(module)):
+    if settings["target_modules"] == "all-linear" and (routers := find_routers(module)):
         arguments["exclude_modules"] = routers
     try:
         config = LoraConfig(task_type=task.peft_type, **arguments)
@@ -161,7 +158,7 @@ def left_out(module: transformers.PreTrainedModel) -> list[str]:
         for key, parameter in submodule.named_parameters(recurse=False)
         if parameter.ndim >= 2 and not key.endswith("bias")
     ]
-    return list(dict.fromkeys(_LAYER.sub("", name) for name in names if name not in trained))
+    return list(dict.fromkeys(LAYER.sub("", name) for name in names if name not in trained))
 
 
 class AdapterWeights(WeightSource):
@@ -205,84 +202,3 @@ def peft_name(name: str) -> str:
 def base_name(name: str) -> str:
     """Convert the name of a base parameter to its name in the model without adapters."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` for names that match nothing, targets that peft cannot adapt, and tied embeddings."""
-    modules = {name: m for name, m in module.named_modules() if name}
-    parameters = {name: p for name, p in module.named_parameters() if p.ndim in (2, 3)}
-    routers = set(_find_routers(module)).difference(settings.get("exclude_modules") or ())
-    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear) and name not in routers]
-    with_parameters = [name for name, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
-    targets = settings["target_modules"] or ()
-    target_modules = {} if isinstance(targets, str) else _match("target_modules", modules, targets, linear)
-    for target, names in target_modules.items():
-        if other := next((name for name in names if name not in linear), None):
-            raise UserError(
-                f"lora.target_modules: expected names of linear layers, got {target}, which is a "
-                f"{type(modules[other]).__name__}: choose among {_last_parts(linear)}"
-            )
-    saved_modules = _match("modules_to_save", modules, settings["modules_to_save"] or (), with_parameters)
-    fused = [name for name in parameters if not name.endswith("weight")]
-    target_parameters = _match("target_parameters", parameters, settings.get("target_parameters") or (), fused)
-    if not targets and not target_parameters:
-        raise UserError("lora.target_modules: expected names of linear layers, or lora.target_parameters, got neither")
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if head is not None and head.weight is embedding.weight:
-        checked = {"target_modules": target_modules, "modules_to_save": saved_modules}
-        for setting, matches in (checked | {"target_parameters": target_parameters}).items():
-            for requested, names in matches.items():
-                if any(modules.get(name.removesuffix(".weight")) in (embedding, head) for name in names):
-                    raise UserError(
-                        f"lora.{setting}: {requested} shares its weights between embedding and head, which cannot be "
-                        "adapted separately: remove it"
-                    )
-
-
-def _find_routers(module: nn.Module) -> list[str]:
-    """Return the names of linear layers whose class overrides `nn.Linear.forward`, such as the routers of Llama 4.
-
-    peft cannot adapt these layers correctly, because they return more than the product of the input and the weight.
-    """
-    linear = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear))
-    return [name for name, m in linear if type(m).forward is not nn.Linear.forward]
-
-
-def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: int) -> None:
-    """Raise `UserError` for layers that do not exist or settings to which peft does not apply `layers_to_transform`."""
-    if (layers := settings.get("layers_to_transform")) is None:
-        return
-    layers = [layers] if isinstance(layers, int) else layers
-    if missing := [layer for layer in layers if not 0 <= layer < num_layers]:
-        raise UserError(f"lora.layers_to_transform: expected layers from 0 to {num_layers - 1}, got {missing[0]}")
-    if isinstance(settings["target_modules"], str):
-        linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear) and _LAYER.match(name)]
-        raise UserError(
-            "lora.layers_to_transform: expected names in lora.target_modules, got "
-            f"{settings['target_modules']}: choose among {_last_parts(linear)}"
-        )
-    names = [name for name, _ in module.named_parameters()]
-    for target, matched in _match("target_parameters", names, settings.get("target_parameters") or (), names).items():
-        for name in matched:
-            if (match := _LAYER.match(name)) is None or int(match[1]) not in layers:
-                raise UserError(
-                    f"lora.layers_to_transform: peft does not apply it to lora.target_parameters, and {target} is also "
-                    f"in {name}: name parameters with their layers, as in {name}"
-                )
-
-
-def _match(
-    setting: str, names: Collection[str], requested: Collection[str], known: Collection[str]
-) -> dict[str, list[str]]:
-    """Map each requested name to the matching entries of `names`. The error message suggests names from `known`."""
-    matches = {
-        target: [name for name in names if name == target or name.endswith(f".{target}")] for target in requested
-    }
-    if missing := next((target for target, matched in matches.items() if not matched), None):
-        kind = "parameter of 2 or 3 dimensions" if setting == "target_parameters" else "module"
-        raise UserError(f"lora.{setting}: no {kind} is named {missing}, expected some of {_last_parts(known)}")
-    return matches
-
-
-def _last_parts(names: Collection[str]) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
