@@ -23,10 +23,10 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import RESULT, SPEED, Metric
-from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.inputs import Inputs, initial_cost_model
-from odc_mpi.training.settings import Config, RunConfig
+from odc_mpi.training.context import RunContext
+from odc_mpi.training.inputs import initial_cost_model
+from odc_mpi.training.settings import RunConfig
 from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
 S = TypeVar("S")
@@ -74,7 +74,8 @@ class PeriodicEvaluator(Callback, ABC):
 class ForwardPass:
     """Runs forward passes over sequences in `dataset`. Ranks claim the microbatches. Construction is collective."""
 
-    def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
+    def __init__(self, context: RunContext, model: ShardedModel, dataset: Dataset) -> None:
+        config, world, inputs = context.config, context.world, context.inputs
         self.dataset = dataset
         #: Indices of the sequences that an evaluation uses, int64 `[n]`.
         limit = config.data.eval_sequences or len(dataset)
@@ -114,10 +115,10 @@ class ForwardPass:
         return list(itertools.chain.from_iterable(gathered))
 
 
-def held_out_pass(config: Config, world: World, model: ShardedModel, inputs: Inputs) -> ForwardPass | None:
+def held_out_pass(context: RunContext, model: ShardedModel) -> ForwardPass | None:
     """Return a forward pass over the held-out sequences, or None if the run has none. Collective."""
-    dataset = inputs.evaluation
-    return ForwardPass(config, world, model, inputs, dataset) if isinstance(dataset, Dataset) else None
+    dataset = context.inputs.evaluation
+    return ForwardPass(context, model, dataset) if isinstance(dataset, Dataset) else None
 
 
 class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):

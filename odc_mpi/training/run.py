@@ -95,9 +95,7 @@ class Run:
         # Last in the setup, because all errors must be raised before anything is written.
         lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(lock or nullcontext())
-        self._checkpointing = CheckpointCallback(
-            config, world, trainer, self._metadata, context.stop, lock, resume_point
-        )
+        self._checkpointing = CheckpointCallback(context, trainer, self._metadata, lock)
         resumed = resume_point.metadata if resume_point else None
         report = NonFiniteReport(config.run, world, model, trainer.objective, resumed)
         max_tokens = config.data.max_tokens_per_microbatch

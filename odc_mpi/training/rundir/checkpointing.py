@@ -34,13 +34,13 @@ from odc_mpi.observe.metrics import DETAILS, MACHINE, RESULT, SPEED, Metric
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
-from odc_mpi.training.stop import StopRequest
 
 _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 
@@ -66,15 +66,14 @@ class CheckpointCallback(Callback):
 
     def __init__(
         self,
-        config: Config,
-        world: World,
+        context: RunContext,
         trainer: Trainer,
         metadata: dict[str, Any],
-        stop: StopRequest,
         directory_lock: RunDirectoryLock | None,
-        resume_point: ResumePoint | None,
     ) -> None:
-        self._run, self._world, self._trainer, self._metadata, self._stop = config.run, world, trainer, metadata, stop
+        config, world, resume_point = context.config, context.world, context.resume_point
+        self._run, self._world, self._stop = config.run, world, context.stop
+        self._trainer, self._metadata = trainer, metadata
         optimizer, has_base = trainer.update.optimizer, "base" in metadata
         self._state = TrainingState(
             trainer.model, optimizer, world.rank, omit_frozen_base=has_base, tensors=trainer.tensors

@@ -41,8 +41,8 @@ def build_dpo(context: RunContext, model: ShardedModel, optimizer: torch.optim.O
     def model_digest() -> str:  # without `inputs`, whose files are closed before the training
         return hashlib.sha256(f"{state_digest(world, state)}{settings}".encode()).hexdigest()
 
-    loader, held_out = inputs.sequence_loader, held_out_pass(config, world, model, inputs)
-    training = ForwardPass(config, world, model, inputs, inputs.dataset)
+    loader, held_out = inputs.sequence_loader, held_out_pass(context, model)
+    training = ForwardPass(context, model, inputs.dataset)
     passes: list[tuple[ForwardPass, NeededPairs]] = [
         (training, lambda completed_steps: loader.upcoming_indices(config.run.steps - completed_steps))
     ]

@@ -10,7 +10,6 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.recipes.grpo.evaluation import RewardEvaluator
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
-from odc_mpi.training.recipes.grpo.prompts import PromptLoader
 from odc_mpi.training.recipes.grpo.source import RolloutSource
 from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.reference_policy import reference_policy
@@ -20,7 +19,7 @@ def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
     """Build the minibatch source, the objective and the other callbacks for a GRPO run. Collective."""
     config, world, inputs = context.config, context.world, context.inputs
     rl = config.rl
-    assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
+    assert rl.reward_funcs, "required by the recipe"
     arguments = rl.reward_funcs, rl.reward_weights, model.device, inputs.prompt_time
     functions = world.run_on_all(lambda: load_reward_functions(*arguments))
     rewards_of = partial(
@@ -38,10 +37,9 @@ def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
         )
     model.eval()  # with dropout, the trained policy would differ from the one that generates
     reference = reference_policy(context, model) if rl.beta else None
-    packs = inputs.model.packing.packs
-    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, names, rewards_of, packs)
+    source = RolloutSource(context, model, names, rewards_of)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
-        callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, rewards_of))
+        callbacks.append(RewardEvaluator(context, model, inputs.evaluation, rewards_of))
     num_groups = config.data.minibatch_sequences // rl.num_generations
     return Parts(GRPOObjective(model.module, rl, num_groups, reference), callbacks, source)

@@ -12,11 +12,10 @@ from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
-from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.recipes.grpo.prompts import PromptCodec, RewardsFn, longest_first_batches
-from odc_mpi.training.settings import Config
 
 #: Number of ranks that an exact run assumes for its batch sizes so that they do not depend on the actual number.
 _EXACT_SHARES = 16
@@ -34,12 +33,12 @@ class RewardEvaluator(PeriodicEvaluator):
 
     def __init__(
         self,
-        config: Config,
-        world: World,
+        context: RunContext,
         model: ShardedModel,
         prompts: PromptDataset,
         rewards_of: RewardsFn,
     ) -> None:
+        config, world = context.config, context.world
         super().__init__(config.run, model)
         self._rl, self._world = config.rl, world
         self._prompts, self._rewards_of = prompts, rewards_of

@@ -35,9 +35,9 @@ from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
-from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.context import RunContext
 from odc_mpi.training.loop import MinibatchSource
 from odc_mpi.training.recipes.grpo.metrics import ROLLOUT_METRICS, RolloutMetrics
 from odc_mpi.training.recipes.grpo.prompts import (
@@ -48,7 +48,6 @@ from odc_mpi.training.recipes.grpo.prompts import (
     predict_lengths,
 )
 from odc_mpi.training.rundir.records import COMPLETIONS
-from odc_mpi.training.settings import Config
 
 #: Fraction of truncated completions above which a warning is printed.
 _MANY_CLIPPED = 0.9
@@ -59,29 +58,27 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches whose completions are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps, some completions are printed and written to completions.jsonl. If `packs` is
-    False, each microbatch has one completion.
+    Every `rl.log_completions` steps, some completions are printed and written to completions.jsonl. If the model does
+    not pack, each microbatch has one completion. `reward_names` are those of the reward functions in `rewards_of`.
     """
 
     metrics = (*ROLLOUT_METRICS, *MinibatchSource.metrics)
 
     def __init__(
         self,
-        config: Config,
-        world: World,
+        context: RunContext,
         model: ShardedModel,
-        prompts: PromptDataset,
-        loader: PromptLoader,
         reward_names: Sequence[str],
         rewards_of: RewardsFn,
-        packs: bool,
     ) -> None:
+        config, world, inputs = context.config, context.world, context.inputs
+        assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset)
+        self._prompts, self._loader = inputs.dataset, inputs.loader
         self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
-        self._exact, self._packs = config.run.exact, packs
+        self._exact, self._packs = config.run.exact, inputs.model.packing.packs
         self._max_tokens = config.data.max_tokens_per_microbatch
-        self._prompts, self._loader = prompts, loader
         self._reward_names, self._rewards_of = reward_names, rewards_of
-        self._codec = PromptCodec(prompts, config.model.path)
+        self._codec = PromptCodec(inputs.dataset, config.model.path)
         num_groups = config.data.minibatch_sequences // config.rl.num_generations
         self._tickets = Tickets(world)
         self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)

@@ -70,6 +70,6 @@ class KTO(Recipe):
         policy = AnswerLogps(TokenLogps(model.module), packs)
         scorer = KTOScorer(policy, AnswerLogps(reference_policy(context, model), packs))
         kl = KLEstimator(context, model, scorer) if config.kto.loss_type == "kto" else None
-        held_out = held_out_pass(config, context.world, model, inputs)
+        held_out = held_out_pass(context, model)
         evaluators = [KTOEvaluator(config, model, held_out, scorer, kl)] if held_out else []
         return Parts(KTOObjective(config.kto, scorer, kl), evaluators)

@@ -78,5 +78,5 @@ class Reward(Recipe):
         config, inputs = context.config, context.inputs
         model.eval()  # disables dropout, as in TRL
         scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
-        held_out = held_out_pass(config, context.world, model, inputs)
+        held_out = held_out_pass(context, model)
         return Parts(PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else [])

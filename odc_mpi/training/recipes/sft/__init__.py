@@ -32,6 +32,6 @@ class SFT(Recipe):
         from odc_mpi.training.recipes.sft.evaluation import LossEvaluator
         from odc_mpi.training.recipes.sft.objective import SFTObjective
 
-        held_out = held_out_pass(context.config, context.world, model, context.inputs)
+        held_out = held_out_pass(context, model)
         evaluators = [LossEvaluator(context.config.run, model, held_out, TokenLogps(model.module))] if held_out else []
         return Parts(SFTObjective(model.module), evaluators)
