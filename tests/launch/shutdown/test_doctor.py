@@ -95,8 +95,14 @@ def test_json(tmp_path):
     assert found["thread_level"] == "MPI_THREAD_MULTIPLE"
     assert found["memory_model"] == "unified"
     assert found["problems"] == []
-    assert found["decision"].keys() == {"window", "zero_copy", "reduction", "progress"}
-    assert [made["choice"] for made in found["decision"].values()] == ["allocate_shared", "on", "accumulate", "off"]
+    choices = {name: made["choice"] for name, made in found["decision"].items()}
+    assert choices == {
+        "window": "allocate_shared",
+        "zero_copy": "on",
+        "reduction": "accumulate",
+        "progress": "off",
+        "node_cache": "off",
+    }
     assert found["peers"]["other_node"] is None
     assert found["device"] is None and "device_decision" not in found
     assert found["peers"]["same_node"].keys() == set(OPERATIONS)
