@@ -43,6 +43,8 @@ class MessageWindow:
         self._sent: list[np.ndarray] = []
         self._is_open = True
         column.on_close(self.close)
+        # Another rank's first announcement must not arrive before this rank has cleared its memory.
+        column.wait_collective(column.comm.Ibarrier(), "clearing the window of islands")
 
     def show(self, message: np.ndarray) -> None:
         """Show this rank's next message to the other ranks: uint8 `[n]`, with the same n on all ranks. One-sided."""
