@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from odc_mpi.data.dataset.format import Kind
+from odc_mpi.data.dataset.format import UNITS, Kind
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encoding.blocks import EncodedBlock, FilterCounts
 from odc_mpi.formatting import printable_text
@@ -127,7 +127,7 @@ class PrepareReport(FilterCounts):
 
     @property
     def _unit(self) -> str:
-        return {"sequences": "sequences", "pairs": "pairs", "labels": "labeled answers"}[self.kind]
+        return UNITS[self.kind]
 
     def _describe_shares(self) -> list[str]:
         all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1

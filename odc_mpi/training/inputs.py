@@ -147,9 +147,9 @@ def _plan_context_parallel(
 
 def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
     dataset, recipe = Dataset(path, setting), recipe_of(config)
-    # Answers that are all desirable can be imitated.
-    is_imitable = recipe.data == "sequences" and dataset.kind == "labels" and dataset.columns["label"].all()
-    if dataset.kind != recipe.data and not is_imitable:
+    if recipe.data == "sequences" and dataset.kind == "labels" and dataset.columns["label"].all():
+        dataset.kind = "sequences"  # answers that are all desirable can be imitated
+    if dataset.kind != recipe.data:
         found, _ = _KINDS[dataset.kind]
         _, remedy = _KINDS[recipe.data]
         raise UserError(

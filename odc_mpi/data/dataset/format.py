@@ -54,6 +54,8 @@ class LabelColumns(NamedTuple):
 
 #: Kinds of data sets that `prepare` writes: plain sequences, pairs of answers, and answers with labels.
 Kind = Literal["sequences", "pairs", "labels"]
+#: Plural noun for the contents of data sets of each kind.
+UNITS: dict[Kind, str] = {"sequences": "sequences", "pairs": "pairs", "labels": "labeled answers"}
 #: Columns of data sets of each kind, HDF5 datasets of type int32 with a number per sequence.
 COLUMNS: dict[Kind, tuple[str, ...]] = {"sequences": (), "pairs": PairCounts._fields, "labels": LabelColumns._fields}
 

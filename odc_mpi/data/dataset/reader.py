@@ -19,6 +19,7 @@ from odc_mpi.data.dataset.format import (
     REPORT,
     TOKENIZER_GROUP,
     TYPES,
+    UNITS,
     VERSION,
     DamagedDatasetError,
     Kind,
@@ -191,8 +192,9 @@ def verify_dataset(path: Path) -> str:
                 _check_storage(dataset._file, REPORT, path, np.uint8)[:]
         files = read_tokenizer_files(path)
         tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
-        unit = {"sequences": "sequences", "pairs": "pairs", "labels": "labeled answers"}[dataset.kind]
-        return f"{path}: {len(dataset):,} {unit}, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
+        return (
+            f"{path}: {len(dataset):,} {UNITS[dataset.kind]}, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
+        )
 
 
 def read_origin(path: Path) -> str:

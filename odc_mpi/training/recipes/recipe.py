@@ -96,9 +96,9 @@ class Recipe(ABC):
     def check(self, values: Mapping[str, Any], source: str) -> None:  # noqa: B027
         """Raise a `UserError` that names `source` if the user's settings for this recipe contradict each other."""
 
-    @abstractmethod
     def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
         """Return the default learning rate: TRL's, or more for adapters or for a new model."""
+        return 1e-5 if has_adapters else 1e-6
 
     def samples_per_step(self, config: "Config") -> int:
         """Return the number of samples per step on all ranks together."""

@@ -3,6 +3,7 @@
 import copy
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch_reference
@@ -10,7 +11,9 @@ from exact_runs import ExactRuns
 from small_training import assert_saved, configure, first_minibatches, on_first_rank, train_to_the_end
 
 from odc_mpi.comm.group import Group
+from odc_mpi.data.dataset.format import LabelColumns
 from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models import families
 from odc_mpi.training.recipes.kto.objective import KTOObjective, KTOScorer
@@ -180,6 +183,24 @@ def test_the_estimate_is_the_only_wait_before_gradients_are_complete(world, labe
     assert summary == {} or summary["collectives_per_minibatch"] == 4
     assert len(arrivals) == 2, "one all-gather per step"
     assert min(arrivals) > 0.4 if world.rank == 1 else max(arrivals) < 0.4, arrivals
+
+
+@pytest.mark.sizes(2)
+def test_answers_that_are_all_desirable_are_imitated_as_sequences(world, base):
+    if world.rank == 0:
+        base.mkdir()
+        for name, columns in (("plain", None), ("labels", LabelColumns(3, 1))):
+            with DatasetWriter(base / f"{name}.h5", vocab_size=61, tokenizer="none", source="random") as writer:
+                for length in range(5, 21):
+                    tokens = np.arange(length, dtype=np.uint32) * 7 % 61
+                    writer.append(tokens, np.arange(length) >= 3, columns)
+    world.gather_objects(None)
+    found = []
+    for name in ("plain", "labels"):
+        changes = {"run.exact": True, "run.steps": 3, "run.dir": base / name}
+        lines, _ = train_to_the_end(configure(base / f"{name}.h5", **changes), world)
+        found.append([line["loss"] for line in lines])
+    assert found[0] == found[1] and len(found[0]) == 3
 
 
 @pytest.mark.sizes(1)

@@ -48,10 +48,6 @@ class DPO(Recipe):
     allowed = PREFERENCE_SETTINGS
 
     @override
-    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
-        return 1e-5 if has_adapters else 1e-6
-
-    @override
     def check(self, values: Mapping[str, Any], source: str) -> None:
         types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
         types, known = [types] if isinstance(types, str) else types, get_args(LossType)

@@ -91,10 +91,6 @@ class GRPO(Recipe):
     }
 
     @override
-    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
-        return 1e-5 if has_adapters else 1e-6
-
-    @override
     def samples_per_step(self, config: "Config") -> int:
         return config.data.minibatch_sequences // config.rl.num_generations
 

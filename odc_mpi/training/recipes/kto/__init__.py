@@ -38,10 +38,6 @@ class KTO(Recipe):
     allowed = PREFERENCE_SETTINGS
 
     @override
-    def learning_rate(self, *, from_scratch: bool, has_adapters: bool) -> float:
-        return 1e-5 if has_adapters else 1e-6
-
-    @override
     def check(self, values: Mapping[str, Any], source: str) -> None:
         if values.get("kto.loss_type", "kto") == "kto" and values.get("data.minibatch_sequences", 16) < 2:
             raise UserError(
