@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.models import families
 from odc_mpi.runtime.world import World
 
 VOCAB = 61
@@ -28,6 +29,22 @@ def pytest_collection_modifyitems(config, items):
         (kept if "mpi" not in item.keywords or size in sizes else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_trial_per_configuration():
+    """Decide once whether a model trains packed: in tests with few steps, each trial takes longer than the training."""
+    decided, try_packed = {}, families._try_packed
+
+    def decide(module):
+        key = f"{type(module)} {module.config.to_json_string(use_diff=False)}"
+        if key not in decided:
+            decided[key] = try_packed(module)
+        return decided[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "_try_packed", decide)
+        yield
 
 
 @pytest.fixture(scope="session")
