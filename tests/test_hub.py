@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from user_errors import refused
 
 from odc_mpi import hub
-from odc_mpi.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -51,8 +51,7 @@ def test_a_revision_in_the_cache(cache, tmp_path, monkeypatch):
     (snapshot.parents[1] / "refs" / "v1").write_text(COMMIT)
     for revision in (COMMIT, "v1"):
         assert hub.resolve_model_path(f"Owner/Name-1.5@{revision}", "model.path") == str(snapshot)
-    with pytest.raises(UserError, match=r"hf download Owner/Name-1.5 --revision v2$"):
-        hub.resolve_model_path("Owner/Name-1.5@v2", "model.path")
+    refused("hf download Owner/Name-1.5 --revision v2", hub.resolve_model_path, "Owner/Name-1.5@v2", "model.path")
     assert hub.cached_model_path("Owner/Name-1.5") == "Owner/Name-1.5"
     Path("Owner/Name@x").mkdir(parents=True)
     assert hub.parse_name("Owner/Name@x") is None
@@ -80,10 +79,13 @@ def test_what_is_no_name_stays(cache, tmp_path, monkeypatch):
 )
 def test_an_incomplete_snapshot_is_not_used(cache, files, index, weights):
     snapshot = store(cache, files=files, index=index)
-    with pytest.raises(
-        UserError, match=r"^model.path: .*'Owner/Name-1.5'.*HF_HUB_OFFLINE.*hf download Owner/Name-1.5$"
-    ):
-        hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights)
+    refused(
+        "model.path: ...'Owner/Name-1.5'...HF_HUB_OFFLINE...hf download Owner/Name-1.5",
+        hub.resolve_model_path,
+        "Owner/Name-1.5",
+        "model.path",
+        weights=weights,
+    )
     for file in ("b.safetensors", "model.safetensors", "tokenizer.json"):
         (snapshot / file).write_text("")
     assert hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights) == str(snapshot)
@@ -111,8 +113,14 @@ def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(monkeypatch):
         gathered.append(value)
         return [value]
 
-    with pytest.raises(UserError, match=r"no bytes arrived for 1 s"):
-        hub.resolve_model_path("Owner/Name", "model.path", gather=gather, report=lines.append)
+    refused(
+        "no bytes arrived for 1 s",
+        hub.resolve_model_path,
+        "Owner/Name",
+        "model.path",
+        gather=gather,
+        report=lines.append,
+    )
     assert lines == ["downloading Owner/Name from the Hugging Face Hub"] and gathered.count(False) >= 2
 
 

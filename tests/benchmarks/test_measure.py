@@ -7,8 +7,8 @@ import split_speed
 import train_speed
 import transport_speed
 from measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_size
 from odc_mpi.simulate.events import quartiles
 
@@ -61,8 +61,7 @@ def test_sizes():
 
 @pytest.mark.parametrize("text", ["", "0", "-4", "K", "1.5M", "64K,", "64X", "7", "1KK", "²K", "1e6", "9" * 5000])
 def test_sizes_that_are_none(text):
-    with pytest.raises(UserError, match="--sizes: expected sizes such as"):
-        parse_sizes(text)
+    refused("--sizes: expected sizes such as", parse_sizes, text)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,15 @@
-"""Files of records, and the examples in them."""
+"""Files of records, the examples in them, and records that are refused."""
 
 import json
+from functools import partial
 
+from user_errors import refused
+
+from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
+
+#: Call a function that must raise an error of a record.
+invalid = partial(refused, error=InvalidRecordError)
 
 
 def write_lines(path, *records):

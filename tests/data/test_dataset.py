@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 from pair_files import write_pairs
+from user_errors import refused
 
 from odc_mpi.data.dataset import writer as module
 from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts, content_digest
@@ -56,7 +57,7 @@ def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path, names
                 file[name][0] = 1
             else:
                 del file[name]
-    assert "columns were changed" in refused(tmp_path / "pairs.h5")
+    not_opened("columns were changed", tmp_path / "pairs.h5")
 
 
 def test_layout_is_plain_hdf5(write_dataset):
@@ -71,15 +72,8 @@ def test_layout_is_plain_hdf5(write_dataset):
         assert file["offsets"][:].tolist() == [0, 4, 10]
         attributes = dict(file.attrs)
         assert len(attributes.pop("content")) == 64
-        assert attributes == {
-            "format": b"odc_mpi.dataset",
-            "version": 2,
-            "vocab_size": 10,
-            "max_token_id": 9,
-            "tokenizer": b"none",
-            "source": b"test",
-            "vocabulary": b"",
-        }
+        texts = {"format": b"odc_mpi.dataset", "tokenizer": b"none", "source": b"test", "vocabulary": b""}
+        assert attributes == texts | {"version": 2, "vocab_size": 10, "max_token_id": 9}
 
 
 def test_files_of_the_tokenizer(tmp_path, write_dataset):
@@ -127,8 +121,7 @@ def test_closes_twice_and_opens_many_times(write_dataset):
     assert not isinstance(caught.value, UserError), "an intact file is not called damaged"
     assert second[1][0].tolist() == [4, 5, 6, 7, 8, 9]
     for index in (-1, 2, 100):
-        with pytest.raises(IndexError, match=f"0 to 1, got {index}"):
-            second[index]
+        refused(f"0 to 1, got {index}", second.__getitem__, index, error=IndexError)
     second.close()
 
 
@@ -137,59 +130,47 @@ def test_an_unfinished_file_is_refused(tmp_path):
     with pytest.raises(KeyError), DatasetWriter(path, vocab_size=9, tokenizer="t", source="s") as writer:
         writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
         raise KeyError("in the middle")
-    with pytest.raises(UserError, match=r"data\.path"):
-        Dataset(path)
+    refused("data.path", Dataset, path)
 
 
 def test_writer_never_overwrites(write_dataset):
-    with pytest.raises(OSError, match="exist"):
-        DatasetWriter(write_dataset([4]), vocab_size=9, tokenizer="t", source="s")
+    refused("exist", DatasetWriter, write_dataset([4]), vocab_size=9, tokenizer="t", source="s", error=OSError)
 
 
-def refused(path, remedy=""):
-    with pytest.raises(UserError) as caught:
-        Dataset(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert remedy in message and ("data.path" in message or "prepare it again" in message)
-    assert str(path) in message
-    return message
+def not_opened(words, path):
+    line = refused(words, Dataset, path)
+    assert str(path) in line and ("data.path" in line or "prepare it again" in line)
 
 
-def test_missing_and_foreign_files(tmp_path):
-    assert "no file" in refused(tmp_path / "none.h5")
-    assert "no file" in refused(tmp_path)
+def test_missing_foreign_and_truncated_files(tmp_path, write_dataset):
+    path, text, foreign = write_dataset([400, 600]), tmp_path / "a.txt", tmp_path / "b.h5"
     for content in ("text", ""):
-        (tmp_path / "a.txt").write_text(content)
-        assert "expected an HDF5 file" in refused(tmp_path / "a.txt")
-    with h5py.File(tmp_path / "b.h5", "w") as file:
+        text.write_text(content)
+        not_opened("expected an HDF5 file", text)
+    with h5py.File(foreign, "w") as file:
         file["tokens"] = np.arange(3)
-    assert "expected a file of odc-mpi prepare" in refused(tmp_path / "b.h5")
-
-
-def test_another_version(write_dataset):
-    path = write_dataset([4, 6])
     with h5py.File(path, "a") as file:
-        file.attrs["version"] = 1
-        file.attrs["format"] = "odc_mpi.dataset"
-    assert "expected version 2 of" in refused(path, "prepare it again")
-
-
-def test_truncated_file(write_dataset):
-    path = write_dataset([400, 600])
+        file.attrs.update(version=1, format="odc_mpi.dataset")
+    for words, other in (
+        ("no file", tmp_path / "none.h5"),
+        ("no file", tmp_path),
+        ("a file of odc-mpi prepare", foreign),
+    ):
+        not_opened(words, other)
+    not_opened("expected version 2 of...prepare it again", path)
     for size in (path.stat().st_size - 1, 3000, 100):
         path.write_bytes(path.read_bytes()[:size])
-        refused(path)
+        not_opened("", path)
 
 
-def replace(name, values, **options):
+def replace(name, values, dtype=None, **options):
     def damage(file):
         old = file[name]
         del file[name]
         if values is not None:
-            file.create_dataset(
-                name, data=values, **{"chunks": old.chunks, "fletcher32": True, "maxshape": (None,)} | options
-            )
+            data = np.array(values, dtype or old.dtype)
+            options.setdefault("chunks", old.chunks)
+            file.create_dataset(name, data=data, **{"fletcher32": True, "maxshape": (None,)} | options)
 
     return damage
 
@@ -215,30 +196,25 @@ def grow(file):
         file[name].resize((2**42,))
 
 
-def set_attribute(name, value):
-    return lambda file: file.attrs.__setitem__(name, value)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         replace("tokens", None),
-        replace("tokens", np.arange(10, dtype=np.int64)),
-        replace("tokens", np.arange(9, dtype=np.uint32)),
-        replace("tokens", np.arange(10, dtype=np.uint32), fletcher32=False),
-        replace("tokens", np.arange(10, dtype=np.uint32), chunks=None, maxshape=(10,), fletcher32=False),
-        replace("tokens", np.arange(10, dtype=np.uint32).reshape(10, 1), chunks=(16, 1), maxshape=(None, 1)),
-        replace("loss_mask", np.ones(9, dtype=np.uint8)),
-        replace("offsets", np.array([0, 5, 10], dtype=np.int64)),
-        replace("offsets", np.array([], dtype=np.int64)),
-        replace("num_trained_tokens", np.array([1], dtype=np.int32)),
-        replace("checksums", np.array([1, 2], dtype=np.uint32)),
+        replace("tokens", np.arange(10), np.int64),
+        replace("tokens", np.arange(9)),
+        replace("tokens", np.arange(10), fletcher32=False),
+        replace("tokens", np.arange(10), chunks=None, maxshape=(10,), fletcher32=False),
+        replace("tokens", np.arange(10).reshape(10, 1), chunks=(16, 1), maxshape=(None, 1)),
+        replace("loss_mask", np.ones(9)),
+        *(replace("offsets", values) for values in ([0, 5, 10], [])),
+        replace("num_trained_tokens", [1]),
+        replace("checksums", [1, 2]),
         *map(link, (h5py.SoftLink("/others"), h5py.SoftLink("/tokens"), h5py.ExternalLink("other.h5", "/tokens"))),
         virtual,
         grow,
-        *(set_attribute("content", value) for value in (np.bytes_(b"0" * 64), [1, 2])),
-        *(set_attribute("vocab_size", value) for value in ("many", float("nan"))),
-        *(set_attribute(name, [2, 2]) for name in ("version", "max_token_id", "vocabulary")),
+        *(lambda file, v=value: file.attrs.update(content=v) for value in (np.bytes_(b"0" * 64), [1, 2])),
+        *(lambda file, v=value: file.attrs.update(vocab_size=v) for value in ("many", float("nan"))),
+        *(lambda file, n=name: file.attrs.update({n: [2, 2]}) for name in ("version", "max_token_id", "vocabulary")),
         lambda file: file.attrs.__delitem__("vocab_size"),
     ],
 )
@@ -246,7 +222,7 @@ def test_inconsistent_files(write_dataset, damage):
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
         damage(file)
-    assert "is damaged" in refused(path)
+    not_opened("is damaged", path)
 
 
 INDEX = ("offsets", "num_trained_tokens", "checksums")
@@ -263,9 +239,9 @@ INDEX = ("offsets", "num_trained_tokens", "checksums")
 def test_inconsistent_files_with_the_right_digest(write_dataset, name, values):
     path = write_dataset([4, 6])
     with h5py.File(path, "a", libver="latest") as file:
-        replace(name, np.array(values, dtype=file[name].dtype))(file)
+        replace(name, values)(file)
         file.attrs["content"] = np.bytes_(content_digest(*(file[name][:] for name in INDEX)).encode())
-    assert "is damaged" in refused(path)
+    not_opened("is damaged", path)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("loss_mask", 0), ("loss_mask", 1), ("max_token_id", 5)])
@@ -279,11 +255,9 @@ def test_sequences_that_are_not_those_that_were_written(write_dataset, name, val
             file.attrs[name] = value
     with Dataset(path) as dataset:
         assert len(dataset[0][0]) == 4
-        with pytest.raises(DamagedDatasetError, match="sequence 1 does not match") as caught:
-            dataset[1]
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(DamagedDatasetError, match="1 of 2 sequences, the first: 1"):
-        verify_dataset(path)
+        words = f"{path}...sequence 1 does not match"
+        refused(words, dataset.__getitem__, 1, error=DamagedDatasetError)
+    refused("1 of 2 sequences, the first: 1", verify_dataset, path, error=DamagedDatasetError)
 
 
 def everything(path):
@@ -325,4 +299,4 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, seed):
 
 
 def test_a_data_set_without_sequences(write_dataset):
-    assert "is empty" in refused(write_dataset([]))
+    not_opened("is empty", write_dataset([]))

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 from processes import descendants, is_running
 from rich.console import Console
+from user_errors import refused
 
 from odc_mpi.data import prepare as module
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path, prepare
-from odc_mpi.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,7 @@ def test_a_second_call_finds_the_result(chats, tokenizer_path, tmp_path, monkeyp
     eval_output_path(out).unlink()
     assert prepare([str(source)], out, options).elapsed_s is not None
     out.write_bytes(out.read_bytes()[:1000])
-    with pytest.raises(UserError, match="a damaged one"):
-        prepare([str(source)], out, options)
+    refused("a damaged one", prepare, [str(source)], out, options)
 
 
 @pytest.mark.slow
@@ -96,10 +95,13 @@ def test_a_killed_worker_ends_the_call(chats, tokenizer_path, tmp_path):
     workers = []
     killer = threading.Thread(target=kill_one)
     killer.start()
-    with pytest.raises(UserError, match=r"has ended early: is there enough memory for --num-proc 2\?"):
-        prepare(
-            [str(chats)] * 50, tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2)
-        )
+    refused(
+        "has ended early: is there enough memory for --num-proc 2?",
+        prepare,
+        [str(chats)] * 50,
+        tmp_path / "a.h5",
+        PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2),
+    )
     killer.join()
     assert list(tmp_path.iterdir()) == []
     assert not any(map(is_running, workers))

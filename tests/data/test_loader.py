@@ -3,6 +3,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 import torch
+from user_errors import refused
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
@@ -56,8 +57,7 @@ def test_ranks_share_each_minibatch_exactly_once(dataset, size, balance):
 def test_positions_are_drawn_when_they_are_due(dataset):
     minibatch = next(loader(dataset, balance="dynamic", minibatch_sequences=20, rank=1, size=2))
     assert minibatch.plan.microbatches == ((), ())
-    with pytest.raises(UserError, match="batches"):
-        iter(minibatch)
+    refused("batches", iter, minibatch)
     pool, claimed = minibatch.plan.pool, []
 
     def draw(count):
@@ -135,8 +135,11 @@ def test_epochs_are_counted_in_sequences_whatever_the_sizes_of_minibatches(datas
 
 @pytest.mark.parametrize(("data_epoch", "position"), [(0, 53), (0, -1), (-1, 0)])
 def test_refuses_the_state_of_another_data_set(dataset, data_epoch, position):
-    with pytest.raises(UserError, match=r"position from 0 to 52 .* set data\.path"):
-        loader(dataset).load_state_dict({"data_epoch": data_epoch, "position": position})
+    refused(
+        "position from 0 to 52 ... set data.path",
+        loader(dataset).load_state_dict,
+        {"data_epoch": data_epoch, "position": position},
+    )
 
 
 def test_reads_only_what_is_due(dataset, monkeypatch):

@@ -5,6 +5,7 @@ import io
 import pytest
 from record_files import write_lines
 from rich.console import Console
+from user_errors import refused
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset.format import ADDITIONAL_TEMPLATES
@@ -14,7 +15,6 @@ from odc_mpi.data.examples import Conversation
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path, prepare
 from odc_mpi.data.show import show_sequences
 from odc_mpi.data.tokenizer import load_tokenizer, train_tokenizer
-from odc_mpi.errors import UserError
 
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
@@ -107,12 +107,22 @@ def test_a_template_that_cannot_be_read(source, tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff")
     for path in (tmp_path / "none.jinja", tmp_path, binary):
-        with pytest.raises(UserError, match=f"expected a Jinja template in UTF-8 as --chat-template, got '{path}'"):
-            prepare([source], tmp_path / "a.h5", PrepareOptions(chat_template=path))
+        refused(
+            f"expected a Jinja template in UTF-8 as --chat-template, got '{path}'",
+            prepare,
+            [source],
+            tmp_path / "a.h5",
+            PrepareOptions(chat_template=path),
+        )
     broken = tmp_path / "broken.jinja"
     broken.write_text("a\n{% for")
-    with pytest.raises(UserError, match=r"--chat-template: expected a Jinja template, got .* in line 2: "):
-        prepare([source], tmp_path / "a.h5", PrepareOptions(vocab_size=300, chat_template=broken))
+    refused(
+        "--chat-template: expected a Jinja template, got ... in line 2: ",
+        prepare,
+        [source],
+        tmp_path / "a.h5",
+        PrepareOptions(vocab_size=300, chat_template=broken),
+    )
 
 
 def test_show_marks_the_loss(tmp_path, capsys):

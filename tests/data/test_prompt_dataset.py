@@ -5,6 +5,7 @@ import gzip
 import pytest
 from number_words import number_words
 from record_files import write_lines
+from user_errors import refused
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.prompt_dataset import PromptDataset
@@ -60,8 +61,7 @@ def test_the_digest_is_of_the_content(tmp_path, tokenizer):
     ],
 )
 def test_errors_in_a_line(tmp_path, tokenizer, record, words):
-    with pytest.raises(UserError, match=words):
-        PromptDataset(write_lines(tmp_path / "p.jsonl", record), tokenizer)
+    refused(words, PromptDataset, write_lines(tmp_path / "p.jsonl", record), tokenizer)
 
 
 def test_files_without_prompts(tmp_path, tokenizer):

@@ -9,32 +9,22 @@ from pathlib import Path
 class Case:
     """A command in a copy of the undamaged files, after some damage to them.
 
-    Attributes:
-        damage: Function of the directory of the copy.
-        codes: Exit codes that are right. A command that succeeds prints a result; one that fails prints one line.
-        same: With exit code 0, only the result from undamaged files is right: losses, generated text or exported files.
-        limit_s: Seconds after which the command counts as hanging.
-        ranks: Number of ranks under mpiexec; 0: no launcher.
-        real: Start a process of its own, for inputs that act on the start of the interpreter.
-        env: Changes of environment variables; None removes one.
-        limits: Resource limits by number, as for `resource.setrlimit`.
-        writes: Names in the directory that the command may change.
-        mount: Size of a file system mounted on the folder "full", such as 64k; needs root.
+    A command that succeeds prints a result; one that fails prints one line.
     """
 
     family: str
     name: str
     argv: tuple[str, ...]
-    damage: Callable[[Path], object] = lambda directory: None
-    codes: tuple[int, ...] = (0, 2)
-    same: bool = False
-    limit_s: float = 30.0
-    ranks: int = 0
-    real: bool = False
-    env: Mapping[str, str | None] = field(default_factory=dict)
-    limits: Mapping[int, int] = field(default_factory=dict)
-    writes: tuple[str, ...] = ("new",)
-    mount: str = ""
+    damage: Callable[[Path], object] = lambda directory: None  # of the directory of the copy
+    codes: tuple[int, ...] = (0, 2)  # exit codes that are right
+    same: bool = False  # with code 0, only the result from undamaged files is right: losses, text or exported files
+    limit_s: float = 30.0  # then the command counts as hanging
+    ranks: int = 0  # under mpiexec; 0: no launcher
+    real: bool = False  # in a process of its own, for inputs that act on the start of the interpreter
+    env: Mapping[str, str | None] = field(default_factory=dict)  # None removes a variable
+    limits: Mapping[int, int] = field(default_factory=dict)  # as for `resource.setrlimit`
+    writes: tuple[str, ...] = ("new",)  # names in the directory that the command may change
+    mount: str = ""  # size of a file system mounted on the folder "full", such as 64k; needs root
 
 
 def prepare(*sources, out="out.h5", options=()):

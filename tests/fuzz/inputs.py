@@ -30,26 +30,22 @@ RECORDS = (
     '{"instruction": "a", "input": 1, "chosen": "b", "rejected": [{"from": "gpt", "value": "c"}], "system": 1}',
 )
 #: Contents of whole files.
-FILES = {
-    "empty": b"",
-    "a newline": b"\n",
-    "zeros": bytes(4096),
-    "gzip without the suffix": gzip.compress(_GOOD.encode()),
-    "a truncated JSON list": json.dumps([{"text": "a"}] * 3).encode()[:-9],
-    "CSV with an open quote": b'prompt,completion\na,"b\n',
-    "HTML": b"<html></html>\n",
-}
-_NUMBERS = ("", "x", "nan", "inf", "-inf", "-1", "0", "1", "0.5", "1e3", str(_HUGE), "0x10", "\uff11")
+FILES = (
+    *(b"", b"\n", bytes(4096), b'prompt,completion\na,"b\n', b"<html></html>\n", gzip.compress(_GOOD.encode())),
+    json.dumps([{"text": "a"}] * 3).encode()[:-9],
+)
+_NUMBERS = ("x", "nan", "inf", "-inf", "-1", "0", "1", "0.5", "1e3", str(_HUGE), "0x10", "\uff11")
+#: Each is also given an empty text.
 OPTIONS = {
     **dict.fromkeys(("--vocab-size", "--max-length", "--seed", "--eval-fraction"), _NUMBERS),
-    "--num-proc": ("", "x", "nan", "-1", "0", "0.5"),
-    "--tokenizer": ("", ".", "missing", "notes.txt", "a.jsonl", "data.h5", "run", "model", "/dev/null", "full"),
-    "--overlong": ("", "x", "drop", "split"),
-    "--bad-lines": ("", "x", "skip"),
-    "--columns": ("", "\udcff", "prompt=missing", "prompt=completion", "text", "text=\n", "text=a,messages=b", "a=b"),
-    "--split": ("", "train"),
-    "--stopping-strategy": ("", "x", "all_exhausted"),
-    "--nothing": ("", "1"),
+    "--num-proc": ["x", "nan", "-1", "0", "0.5"],
+    "--tokenizer": [".", "missing", "notes.txt", "a.jsonl", "data.h5", "run", "model", "/dev/null", "full"],
+    "--columns": ("\udcff", "prompt=missing", "prompt=completion", "text", "text=\n", "text=a,messages=b", "a=b"),
+    "--overlong": ("x", "drop", "split"),
+    "--bad-lines": ("x", "skip"),
+    "--split": ("train",),
+    "--nothing": ("1",),
+    "--stopping-strategy": ("x", "all_exhausted"),
 }
 SOURCES = (
     *(("missing.jsonl",), ("",), (".",), ("full",), ("/",), ("/dev/null",), ("a.jsonl", "a.jsonl"), ("notes.txt",)),
@@ -65,17 +61,7 @@ YAML = (
 )
 #: Paths where a file is expected.
 PATHS = (
-    "",
-    "missing",
-    "notes.txt",
-    ".",
-    "pipe",
-    "loop",
-    "a.jsonl",
-    "model",
-    "/dev/null",
-    "/dev/zero",
-    "/dev/full",
+    *("", "missing", "notes.txt", ".", "pipe", "loop", "a.jsonl", "model", "/dev/null", "/dev/zero", "/dev/full"),
     "x" * 300,
 )
 VALUES = (
@@ -120,22 +106,14 @@ OF_A_RUN = {
 }
 #: Commands whose result after damage is the one without, or an error.
 _SAME = ("resume", "generate", "export")
-ENVIRONMENTS = {
-    "UTF-8": {"LC_ALL": "C.UTF-8"},
-    "POSIX": {"LC_ALL": "POSIX"},
-    "POSIX without UTF-8 mode": {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
-    "missing locale": {"LC_ALL": "xx_XX.UTF-8"},
-    "ascii": {"PYTHONIOENCODING": "ascii"},
-    "latin-1": {"PYTHONIOENCODING": "latin-1"},
-    "no HOME": {"HOME": None, "XDG_CACHE_HOME": None},
-    "HOME missing": {"HOME": "/nonexistent", "XDG_CACHE_HOME": None},
-    "HOME a file": {"HOME": "/dev/null", "XDG_CACHE_HOME": None},
-    "cache not writable": {"XDG_CACHE_HOME": "/proc"},
-    "TMPDIR missing": {"TMPDIR": "/nonexistent"},
-    "TERM dumb": {"TERM": "dumb", "COLUMNS": "1"},
-    "COLUMNS not a number": {"COLUMNS": "x", "LINES": "-1"},
-    "threads not a number": {"OMP_NUM_THREADS": "x"},
-}
+ENVIRONMENTS = (
+    *({"LC_ALL": name} for name in ("C.UTF-8", "POSIX", "xx_XX.UTF-8")),
+    {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    *({"PYTHONIOENCODING": name} for name in ("ascii", "latin-1")),
+    *({"HOME": path, "XDG_CACHE_HOME": None} for path in (None, "/nonexistent", "/dev/null")),
+    *({"XDG_CACHE_HOME": "/proc"}, {"TMPDIR": "/nonexistent"}, {"TERM": "dumb", "COLUMNS": "1"}),
+    *({"COLUMNS": "x", "LINES": "-1"}, {"OMP_NUM_THREADS": "x"}),
+)
 #: With less, MPICH cannot start, and the loader cannot map numpy and torch.
 LIMITS = {f"{number} open files": {resource.RLIMIT_NOFILE: number} for number in (32, 64)}
 LIMITS["1 GiB of addresses"] = {resource.RLIMIT_AS: 1 << 30}
@@ -164,15 +142,15 @@ def prepared(rng):
         for options in ((), ("--bad-lines", "skip")):
             name = f"record {number} {' '.join(options)}: {record[:60]!r}"
             yield case(name, prepare("a.jsonl", options=options), write("a.jsonl", _GOOD + record + "\n" + _GOOD))
-    for name, content in FILES.items():
+    for content in FILES:
         for source, stored in {"a.jsonl": content, "a.csv": content, "c.jsonl.gz": gzip.compress(content)}.items():
-            yield case(f"{source}: {name}", prepare(source), write(source, stored))
+            yield case(f"{source}: {content[:30]!a}", prepare(source), write(source, stored))
     for source, count in {"a.jsonl": 30, "c.jsonl.gz": 15, "d.parquet": 25}.items():
         for _ in range(count):
             name, apply = mutation(rng)
             yield case(f"{source}: {name}", prepare(source), change(source, apply))
     for option, values in OPTIONS.items():
-        for value in values:
+        for value in ("", *values):
             yield case(f"{option} {value!a}", prepare(options=(option, value)))
     for sources in SOURCES:
         yield case(f"sources {' '.join(sources)[:60]!r}", prepare(*sources), _odd_files)
@@ -253,13 +231,8 @@ def run_directories(rng):
             for kind, damage in replacements(path):
                 # Without a manifest, a checkpoint is unfinished: commands use the one before it.
                 expected = codes if path != CHECKPOINT_FILES[0] or kind == "a folder" else (0, 1, 2)
-                yield case(
-                    f"{name}: {path} is {kind}",
-                    argv,
-                    damage,
-                    expected,
-                    same and (codes is expected or name == "resume"),
-                )
+                equal = same and (codes is expected or name == "resume")
+                yield case(f"{name}: {path} is {kind}", argv, damage, expected, equal)
     for number in range(120):
         kind, apply = mutation(rng)
         path, name = CHECKPOINT_FILES[number % 3], rng.choice([*OF_A_RUN, "resume", "verify"])
@@ -290,10 +263,9 @@ def environments(rng):
     other = f"{_OTHER_LETTERS}.jsonl"
     generate = ("generate", "run", "--prompt", _OTHER_LETTERS, "--max-new-tokens", "2")
     commands = {"prepare": prepare(other), "train": train(), "generate": generate}
-    for name, env in ENVIRONMENTS.items():
+    for env in ENVIRONMENTS:
         for command, argv in commands.items():
-            damage = write(other, '{"text": "a b c"}\n' * 3)
-            yield case(f"{command}: {name}", argv, damage, codes=(0,), env=env)
+            yield case(f"{command}: {env}", argv, write(other, '{"text": "a b c"}\n' * 3), codes=(0,), env=env)
     for name, limits in LIMITS.items():
         for command in (prepare(), train()):
             yield case(f"{command[0]}: {name}", command, codes=(0, 1, 2), limits=limits)

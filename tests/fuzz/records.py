@@ -11,10 +11,12 @@ import json
 import random
 import sys
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "data" / "encode"), str(HERE.parents[1])]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "data" / "encoding"), str(TESTS.parent)]
 
 END, START, BETWEEN = "<|im_end|>", "<|im_start|>", "<|sep|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -23,14 +25,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 FLAGS = ("weight", "train", "training", "loss", "loss_scale", "loss_mask")
 
 
-@dataclass
-class Template:
-    """A chat template, with what it writes.
-
-    Attributes:
-        end: Token that ends an answer; None if there is none.
-        reasoning, tools, calls: True if the template writes them.
-    """
+class Template(NamedTuple):
+    """A chat template, the token that ends an answer, and whether it writes reasoning, tools and calls."""
 
     text: str
     end: str | None
@@ -41,27 +37,17 @@ class Template:
 
 @dataclass
 class Drawn:
-    """A record, with what an encoder has to make of it.
-
-    Attributes:
-        trained, untrained: Texts with loss once, and texts without loss, up to the last answer with loss.
-        unseen: Texts without loss that may be missing.
-        optional: Texts that a template may leave out, if the report counts it.
-        arguments: Arguments of calls of trained answers.
-        answers: The last text of each trained answer.
-        invalid: True if the record must be refused.
-        extra: A field that must be counted, or "".
-    """
+    """A record, with what an encoder has to make of it."""
 
     record: dict
-    trained: list = field(default_factory=list)
-    untrained: list = field(default_factory=list)
-    optional: set = field(default_factory=set)
-    arguments: list = field(default_factory=list)
-    answers: list = field(default_factory=list)
-    unseen: list = field(default_factory=list)
-    invalid: bool = False
-    extra: str = ""
+    trained: list = field(default_factory=list)  # texts with loss once
+    untrained: list = field(default_factory=list)  # texts without loss, up to the last answer with loss
+    optional: set = field(default_factory=set)  # texts that a template may leave out, if the report counts it
+    arguments: list = field(default_factory=list)  # of calls of trained answers
+    answers: list = field(default_factory=list)  # the last text of each trained answer
+    unseen: list = field(default_factory=list)  # texts without loss that may be missing
+    invalid: bool = False  # it must be refused
+    extra: str = ""  # a field that must be counted
 
 
 def draw_template(rng):
@@ -115,33 +101,26 @@ class Draw:
     def call(self, drawn, *, is_trained):
         arguments = {"a": self.text(), "b": self.rng.choice((1, None, True, [1], {"c": "d"}))}
         form = self.rng.choice(("object", "object", "text", "empty", "missing", "null", "bad", "bad"))
-        function = {"name": f"call_{self.number}", "arguments": arguments}
-        if form == "text":
-            function["arguments"] = json.dumps(arguments, ensure_ascii=self.chance(0.5))
-        elif form == "bad":
-            bad = self.chance(0.2)
-            function["arguments"] = self.rng.choice(("[1]", "{", 3, [1], "1")) if bad else arguments
-            drawn.invalid |= bad
-        elif form == "missing":
+        as_text = json.dumps(arguments, ensure_ascii=self.chance(0.5))
+        given = {"text": as_text, "empty": "", "null": None}.get(form, arguments)
+        if form == "bad" and self.chance(0.2):
+            given, drawn.invalid = self.rng.choice(("[1]", "{", 3, [1], "1")), True
+        function = {"name": f"call_{self.number}", "arguments": given}
+        if form == "missing":
             del function["arguments"]
-        elif form != "object":
-            function["arguments"] = {"empty": "", "null": None}[form]
-        has_arguments = isinstance(function.get("arguments"), dict | str) and function.get("arguments") != ""
+        has_arguments = form in ("object", "text", "bad")
         texts = [function["name"], *([arguments["a"]] if has_arguments else [])]
         (drawn.trained if is_trained else drawn.untrained).extend(texts)
         drawn.optional.update(texts)
-        if is_trained:
-            drawn.arguments.append(arguments if has_arguments else {})
+        drawn.arguments += [arguments if has_arguments else {}] if is_trained else []
         return function
 
     def answer(self, drawn, *, is_context=False):
         message, rng = {"role": "assistant"}, self.rng
-        flag = rng.choice(FLAGS) if self.chance(0.3) else None
-        value = rng.choice((0, 1, False, True, None, 0.0, 1.0))
+        flag, value = rng.choice(FLAGS) if self.chance(0.3) else None, rng.choice((0, 1, False, True, None, 0.0, 1.0))
         if flag and self.chance(0.04):
             value, drawn.invalid = rng.choice((0.5, "no", 2, [])), True
-        if flag:
-            message[flag] = value
+        message |= {flag: value} if flag else {}
         is_trained = not is_context and not (flag and value is not None and not value)
         texts = drawn.trained if is_trained else drawn.untrained
         kind = rng.choice(("text", "text", "text", "call", "both", "refusal", "null"))
@@ -157,9 +136,8 @@ class Draw:
         elif kind == "null" and self.chance(0.3):
             message["content"] = None
         elif kind in ("text", "both", "null"):
-            text = self.text()
-            message["content"] = self.content(text)
-            texts.append(text)
+            texts.append(self.text())
+            message["content"] = self.content(texts[-1])
         if kind == "text" and self.chance(0.2):
             message |= {"tool_calls": [], "refusal": None}
         if kind in ("call", "both"):
@@ -167,16 +145,14 @@ class Draw:
             wrapped = [{"type": "function", "id": "1", "function": function}]
             message |= {"function_call": function} if self.chance(0.3) else {"tool_calls": wrapped}
             message.setdefault("content", rng.choice(("", None)))
-        if is_trained and texts:
-            content = message.get("content")
-            last = content if isinstance(content, str) and content else None
-            drawn.answers += [last] if last and kind in ("text", "null") else []
+        content = message.get("content")
+        if is_trained and content and isinstance(content, str) and kind in ("text", "null"):
+            drawn.answers.append(content)
         return message
 
     def plain(self, drawn, role):
-        text = self.text()
-        drawn.untrained.append(text)
-        return {"role": role, "content": self.content(text)}
+        drawn.untrained.append(self.text())
+        return {"role": role, "content": self.content(drawn.untrained[-1])}
 
     def record(self):
         """Return a record in one of the formats."""
@@ -195,33 +171,26 @@ class Draw:
             drawn.untrained = [text for text in drawn.untrained if text not in after]
             drawn.unseen += after
         else:
-            user, answer = self.text(), self.text()
-            drawn.untrained.append(user)
-            drawn.trained.append(answer)
-            drawn.record |= rng.choice(
-                ({"prompt": user, "completion": answer}, {"instruction": user, "output": answer})
-            )
-            if self.chance(0.3) or "instruction" in drawn.record:
-                drawn.answers.append(answer)
-            if self.chance(0.4):
-                turn = [self.text(), self.text()]
-                drawn.record["history"] = [turn]
-                drawn.untrained.append(turn[0])
-                drawn.trained.append(turn[1])
+            names = rng.choice((("prompt", "completion"), ("instruction", "output")))
+            turns = [[self.text(), self.text()] for _ in range(1 + self.chance(0.4))]
+            drawn.untrained, drawn.trained = map(list, zip(*turns, strict=True))
+            drawn.record = dict(zip(names, turns[0], strict=True))
+            drawn.record |= {"history": turns[1:]} if turns[1:] else {}
+            drawn.answers += [turns[0][1]] if self.chance(0.3) or "instruction" in drawn.record else []
         has_system = any(each["role"] == "system" for each in drawn.record.get("messages", ()))
         if self.chance(0.2) and not has_system:
             drawn.record["system"] = self.text()
             drawn.untrained.append(drawn.record["system"])
         if self.chance(0.2):
-            name = f"tool_{self.text().split()[1]}"
-            drawn.record["tools"] = [{"type": "function", "function": {"name": name, "parameters": {}}}]
-            drawn.untrained.append(name)
-            drawn.optional.add(name)
+            drawn.untrained.append(f"tool_{self.text().split()[1]}")
+            function = {"name": drawn.untrained[-1], "parameters": {}}
+            drawn.record["tools"] = [{"type": "function", "function": function}]
+            drawn.optional.add(function["name"])
         if drawn.record.keys() == {"prompt", "completion"}:
             drawn.answers.clear()  # texts, which end with the eos token
         if self.chance(0.2):
             drawn.extra = "topic_of_it"
-            drawn.record[drawn.extra] = "x"
+            drawn.record |= {drawn.extra: "x"}
         drawn.record |= {"id": 3} if self.chance(0.3) else {}
         return drawn
 
@@ -230,8 +199,7 @@ def make_tokenizer():
     from tiny_tokenizers import tiny_tokenizer
 
     tokenizer = tiny_tokenizer("byte-level")
-    special = [START, END, BETWEEN, *MARKERS]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_special_tokens({"additional_special_tokens": [START, END, BETWEEN, *MARKERS]})
     return tokenizer
 
 
@@ -248,7 +216,11 @@ def check(tokenizer, template, drawn):
         return [f"raises {type(error).__name__}: {error}"], False
     sequences, counts = encoded.sequences[0], encoded.counts
     if counts.num_bad_lines:
-        return _check_refusal(template, drawn, counts.bad_lines[0]), False
+        # It may be refused if the template leaves out what an answer consists of.
+        is_whole = template.reasoning and template.calls and "string" not in template.text
+        simple = not drawn.arguments and not (set(drawn.trained) & drawn.optional)
+        must_pass = not drawn.invalid and (is_whole or simple)
+        return [f"refused: {counts.bad_lines[0]}"] * must_pass, False
     if drawn.invalid:
         return (["accepted, and must be invalid"] if sequences else []), bool(sequences)
     if not sequences:
@@ -256,21 +228,12 @@ def check(tokenizer, template, drawn):
     return list(_findings(tokenizer, template, drawn, sequences, counts)), True
 
 
-def _check_refusal(template, drawn, reason):
-    """A record may be refused if the template leaves out what an answer consists of."""
-    is_whole = template.reasoning and template.calls and "string" not in template.text
-    simple = not drawn.arguments and not (set(drawn.trained) & drawn.optional)
-    return [f"refused: {reason}"] if not drawn.invalid and (is_whole or simple) else []
-
-
 def _findings(tokenizer, template, drawn, sequences, counts):
     runs, wholes = [], []
     for each in sequences:
-        tokens, mask = each.tokens.tolist(), each.loss_mask.tolist()
-        begins = [i for i in range(len(mask)) if mask[i] and (i == 0 or not mask[i - 1])]
-        ends = [next((j for j in range(i, len(mask)) if not mask[j]), len(mask)) for i in begins]
-        runs += [tokenizer.decode(tokens[i:j]) for i, j in zip(begins, ends, strict=True)]
-        wholes.append(tokenizer.decode(tokens))
+        wholes.append(tokenizer.decode(each.tokens))
+        for is_trained, run in groupby(zip(each.tokens.tolist(), each.loss_mask, strict=True), lambda pair: pair[1]):
+            runs += [tokenizer.decode([token for token, _ in run])] if is_trained else []
     trained, whole = "\0".join(runs), "\0".join(wholes)
     reported = [note for note in counts.notes if note.startswith("ignored: ")]
     ignored = bool([note for note in reported if not drawn.extra or drawn.extra not in note])
@@ -314,25 +277,8 @@ def _objects(text):
 
 
 PIECES = (
-    "Who",
-    "me",
-    " ",
-    "  ",
-    "\n",
-    ".",
-    ":",
-    "is",
-    "der",
-    "日",
-    "ж",
-    "🙂",
-    "12",
-    "345",
-    "<|turn|>",
-    "\t",
-    "//",
-    "▁",
-    "ß",
+    *("Who", "me", "is", "der", "日", "ж", "🙂", "12", "345", "<|turn|>", "//", "▁", "ß", ".", ":"),
+    *(" ", "  ", "\n", "\t"),
 )
 
 
@@ -348,27 +294,26 @@ def check_texts(tokenizer, rng, *, is_byte_level):
     [[encoded]] = encode(tokenizer, [PromptCompletion("", prompt, completion)])
     tokens, before = encoded.tokens.tolist(), tokenizer(prompt)["input_ids"]
     joined = [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
-    found = []
-    if tokens[: len(before)] != before or encoded.loss_mask.tolist() != [i >= len(before) for i in range(len(tokens))]:
-        found.append("the prompt has other tokens than for generation")
-    if joined[: len(before)] == before and tokens != joined and not is_byte_level:
-        found.append(f"{tokens} instead of {joined}")
-    return [f"{each}: {prompt!r}, {completion!r}" for each in found]
+    mask = [i >= len(before) for i in range(len(tokens))]
+    if tokens[: len(before)] != before or encoded.loss_mask.tolist() != mask:
+        return [f"the prompt has other tokens than for generation: {prompt!r}, {completion!r}"]
+    differs = joined[: len(before)] == before and tokens != joined and not is_byte_level
+    return [f"{tokens} instead of {joined}: {prompt!r}, {completion!r}"] * differs
 
 
 def run_texts(seed, draws, log=print):
     """Check random texts with all tiny tokenizers, and return the number of findings."""
     from tiny_tokenizers import KINDS, tiny_tokenizer
 
-    num_found = 0
+    lines = []
     for kind in KINDS:
         tokenizer = tiny_tokenizer(kind)
         for number in range(draws // len(KINDS)):
-            rng = random.Random(f"{seed}/{kind}/{number}")
-            for found in check_texts(tokenizer, rng, is_byte_level=kind == "byte-level"):
-                num_found += 1
-                log(f"{kind}, draw {seed}/{number}: {found}")
-    return num_found
+            found = check_texts(tokenizer, random.Random(f"{seed}/{kind}/{number}"), is_byte_level=kind == "byte-level")
+            lines += [f"{kind}, draw {seed}/{number}: {each}" for each in found]
+    for line in lines:
+        log(line)
+    return len(lines)
 
 
 def run(seed, draws, log=print):
@@ -385,7 +330,7 @@ def run(seed, draws, log=print):
     return num_found, num_accepted
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the random records")
     parser.add_argument("--draws", type=int, default=10_000, help="number of records")
@@ -393,8 +338,4 @@ def main():
     num_found, num_accepted = run(arguments.seed, arguments.draws)
     num_texts_found = run_texts(arguments.seed, arguments.draws)
     print(f"{arguments.draws} records, {num_accepted} accepted, {num_found} findings; {num_texts_found} with texts")
-    return 1 if num_found or num_texts_found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(1 if num_found or num_texts_found else 0)

@@ -1,6 +1,7 @@
-"""A short selection of the fuzzer, and its own judgment."""
+"""A short selection of the fuzzer, random records and chat templates, and the judgment of both."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from case import Case, train
 from judge import judge, result
+from records import Draw, Drawn, Template, check, draw_template, make_tokenizer, run, run_texts
 from runner import Finished
 
 FUZZ = Path(__file__).with_name("fuzz.py")
@@ -31,14 +33,8 @@ GOOD, BAD = [[1, 5.0, None]], [[1, 5.1, None]]
     ],
 )
 def test_findings(finished, after, letters):
-    found = judge(
-        Case("f", "n", train(), codes=(2,), same=True),
-        finished,
-        FILES,
-        after,
-        GOOD,
-        BAD if finished.code == 0 else None,
-    )
+    case, got = Case("f", "n", train(), codes=(2,), same=True), BAD if finished.code == 0 else None
+    found = judge(case, finished, FILES, after, GOOD, got)
     assert "".join(text[0] for text in found) == letters
 
 
@@ -59,3 +55,29 @@ def test_a_selection_has_no_findings():
     words = [sys.executable, str(FUZZ), "--part", "30"]
     finished = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+PLAIN = Template("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", None, False, False, False)
+
+
+def test_random_records_and_texts_have_no_findings():
+    lines = []
+    num_found, num_accepted = run(0, 200, lines.append)
+    num_found += run_texts(0, 200, lines.append)
+    assert not num_found and num_accepted > 100, "\n".join(lines)
+
+
+def test_faults_are_found():
+    tokenizer, rng = make_tokenizer(), random.Random(0)
+    record = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}
+    expected = (
+        (Drawn(record, trained=["two"], untrained=["one"]), []),
+        (Drawn(record, untrained=["two"]), ["loss on 'two'"]),
+        (Drawn(record, trained=["one"]), ["'one' has loss 0 times"]),
+        (Drawn(record, untrained=["three"]), ["'three' is missing and not counted"]),
+        (Drawn(record, invalid=True), ["accepted, and must be invalid"]),
+        (Drawn(record, extra="topic"), ["an unknown field is not counted"]),
+    )
+    for drawn, found in expected:
+        assert check(tokenizer, PLAIN, drawn) == (found, True)
+    assert draw_template(rng).text != draw_template(rng).text and Draw(rng).record().record

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from packed_models import packed_model, plain_completion, plain_model
+from user_errors import refused
 
 from odc_mpi.data.microbatch import packed_inputs
 from odc_mpi.errors import UserError
@@ -76,8 +77,7 @@ def test_a_completion_fills_the_positions_and_no_more():
     ],
 )
 def test_prompts_that_do_not_fit(tokens, words):
-    with pytest.raises(UserError, match=words):
-        generate(packed_model(), Prompt(7, tokens, ()), GREEDY)
+    refused(words, generate, packed_model(), Prompt(7, tokens, ()), GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,4 @@ def test_prompts_that_do_not_fit(tokens, words):
     ],
 )
 def test_settings_out_of_range(settings, words):
-    with pytest.raises(UserError, match=words):
-        SamplingParams(**settings)
+    refused(words, SamplingParams, **settings)

@@ -9,8 +9,8 @@ import torch
 from packed_models import first_values
 from tiny_qwen2 import QWEN2
 from torch import nn
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.adapters.add import add_adapters, add_in_forward, base_name, is_adapter
 from odc_mpi.models.adapters.check import check_base, part_digests
@@ -66,9 +66,9 @@ def test_a_fully_trained_module_begins_as_the_base():
     ("changes", "words"),
     [
         ({"target_modules": ["q_proj", "qproj"]}, "lora.target_modules: no module is named qproj, expected some of "
-         "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj$"),
+         "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is a Embedding"),
-        ({"modules_to_save": ["head"]}, "lora.modules_to_save: no module is named head, expected some of .*lm_head"),
+        ({"modules_to_save": ["head"]}, "lora.modules_to_save: no module is named head, expected some of ...lm_head"),
         ({"target_modules": ["lm_head"], "tied": True},
          "lora.target_modules: lm_head shares its weights between embedding and head"),
         ({"modules_to_save": ["embed_tokens"], "tied": True},
@@ -76,13 +76,13 @@ def test_a_fully_trained_module_begins_as_the_base():
         ({"target_parameters": ["embed_tokens.weight"], "tied": True},
          "lora.target_parameters: embed_tokens.weight shares its weights between embedding and head"),
         ({"target_modules": []}, "lora.target_modules: expected names of linear layers, or lora.target_parameters"),
-        ({"target_parameters": ["experts.up_proj"], "model_type": "granitemoe"}, "lora.target_parameters: no parameter "
-         "of 2 or 3 dimensions is named experts.up_proj, expected some of down_proj, gate_up_proj$"),
+        ({"target_parameters": ["experts.up_proj"], "model_type": "granitemoe"},
+         "lora.target_parameters: no parameter...experts.up_proj, expected some of down_proj, gate_up_proj"),
         ({"lora_dropout": 0.1, "model_type": "mixtral"},
-         "peft cannot adapt Mixtral.*: it has no dropout for fused experts: set lora.dropout to 0, got 0.1"),
+         "peft cannot adapt Mixtral...: it has no dropout for fused experts: set lora.dropout to 0, got 0.1"),
         ({"layers_to_transform": [2]}, "lora.layers_to_transform: expected layers from 0 to 1, got 2"),
         ({"layers_to_transform": [1]}, "lora.layers_to_transform: expected names in lora.target_modules, got "
-         "all-linear: choose among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"),
+         "all-linear: choose among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
         ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "layers_to_transform": [1],
           "model_type": "granitemoe"}, "peft does not apply it to lora.target_parameters, and experts.down_proj is "
          "also in model.layers.0.block_sparse_moe.experts.down_proj: name parameters with their layers"),
@@ -94,8 +94,7 @@ def test_user_errors(changes, words):
     changes = dict(changes)
     settings = UNTIED | {"tie_word_embeddings": changes.pop("tied", False)}
     settings["model_type"] = changes.pop("model_type", "qwen2")
-    with pytest.raises(UserError, match=words):
-        adapted(settings, **changes)
+    refused(words, adapted, settings, **changes)
 
 
 class Experts(nn.Module):
@@ -128,8 +127,7 @@ def test_a_parameter_with_its_adapter_is_that_of_peft(shape, is_transposed):
 
 def test_peft_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'odc_mpi\[lora\]'"):
-        adapted()
+    refused("pip install 'odc_mpi[lora]'", adapted)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -140,7 +138,4 @@ def test_the_digest_of_a_drawn_base(size):
     record = {"path": None, "config": UNTIED, "seed": 0, "sha256": {k: v for share in shares for k, v in share.items()}}
     for rank in range(size):
         check_base(weights[0], record, rank, size)
-        with pytest.raises(
-            UserError, match=r"a qwen2 randomly initialized with seed 0, got a different one: .* differs"
-        ):
-            check_base(weights[1], record, rank, size)
+        refused("a qwen2...seed 0, got a different one: ... differs", check_base, weights[1], record, rank, size)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from user_errors import refused
 
 from odc_mpi.models.attention import (
     ContextParallelUnsupportedError,
@@ -89,8 +90,14 @@ def test_sequences_of_one_length_are_one_call(monkeypatch, most, calls):
 )
 def test_what_would_change_the_result_is_refused(given, words):
     given = {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 4]), **given}
-    with pytest.raises(PackingUnsupportedError, match=f"packed attention supports only plain causal layers.*{words}"):
-        packed_attention(None, *draw(4), **given)
+    refused(
+        f"packed attention supports only plain causal layers...{words}",
+        packed_attention,
+        None,
+        *draw(4),
+        **given,
+        error=PackingUnsupportedError,
+    )
 
 
 @pytest.mark.parametrize("output", [None, 3, 9])
@@ -111,10 +118,14 @@ def test_chunks_in_the_mask_begin_with_each_sequence():
 
 def test_patterns_that_are_not_known_are_refused():
     assert _local_pattern() is None
-    with pytest.raises(PackingUnsupportedError, match="a model-specific mask"):
-        _local_pattern(use_vmap=True)
-    with pytest.raises(PackingUnsupportedError, match="a local mask of unknown kind"):
-        _local_pattern(local_size=3, config=SimpleNamespace(attention_chunk_size=3, sliding_window=3))
+    refused("a model-specific mask", _local_pattern, use_vmap=True, error=PackingUnsupportedError)
+    refused(
+        "a local mask of unknown kind",
+        _local_pattern,
+        local_size=3,
+        config=SimpleNamespace(attention_chunk_size=3, sliding_window=3),
+        error=PackingUnsupportedError,
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -144,8 +155,7 @@ def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
         "chunk": SimpleNamespace(num_tokens=9),
         **given,
     }
-    with pytest.raises(ContextParallelUnsupportedError, match=words):
-        packed_attention(None, *draw(4), **given)
+    refused(words, packed_attention, None, *draw(4), **given, error=ContextParallelUnsupportedError)
 
 
 class FakeVarlen:

@@ -3,9 +3,9 @@ import torch
 from packed_models import materialized
 from tiny_qwen2 import SIZES
 from torch._dynamo.testing import CompileCounter
+from user_errors import refused
 
 from odc_mpi.data.microbatch import packed_inputs
-from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models import compiled
 from odc_mpi.models.adapters.add import add_adapters
@@ -87,25 +87,21 @@ def test_generation_is_not_compiled(backend):
 
 def test_missing_parts_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"a C\+\+ compiler.* no-such-compiler: install .* set model.compile to"):
-        compiled.compile_layers(model(1))
+    refused("a C++ compiler... no-such-compiler: install ... set model.compile to", compiled.compile_layers, model(1))
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match=r"Python headers.* no .*Python.h: install .*, or set model.compile to"):
-        compiled.compile_layers(model(1))
+    refused("Python headers... no ...Python.h: install ..., or set model.compile to", compiled.compile_layers, model(1))
 
 
 def test_a_model_without_layers(backend):
-    with pytest.raises(UserError, match="expected a model with layers, got Linear without any"):
-        compiled.compile_layers(torch.nn.Linear(2, 2))
+    refused("expected a model with layers, got Linear without any", compiled.compile_layers, torch.nn.Linear(2, 2))
 
 
 def test_adapters_of_experts(backend):
     settings = {"r": 2, "lora_alpha": 2, "lora_dropout": 0, "target_modules": "all-linear", "modules_to_save": None}
     mixtral = models.from_config(SIZES | {"model_type": "mixtral", "num_local_experts": 4}, 0)
     adapted = add_adapters(mixtral, settings, 0, torch.float32).module
-    with pytest.raises(UserError, match="adapters of fused experts cannot be compiled: set it to false"):
-        compiled.compile_layers(adapted)
+    refused("adapters of fused experts cannot be compiled: set it to false", compiled.compile_layers, adapted)
 
 
 @pytest.mark.slow

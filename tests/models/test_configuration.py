@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 from tiny_qwen2 import SIZES
+from user_errors import refused
 
 from odc_mpi.cli.options import attention_name
-from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.models.configuration import (
@@ -75,28 +75,29 @@ def test_derived_settings_are_derived_again(saved):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"rms_norm_epsilon": 1}, "unknown setting model.config.rms_norm_epsilon for model_type qwen2: .*rms_norm_eps"),
-        ({"hidden_size": 64}, r"of shape \[64, 64\], as the configuration says, got \[64, 32\]"),
-        ({"sliding_window": 8}, "model.config.sliding_window: expected 8 to take effect, but .* make it None"),
-        ({"rope_parameters": {"rope_type": "bent"}}, "model.*: there is no .bent.$"),
+        (
+            {"rms_norm_epsilon": 1},
+            "unknown setting model.config.rms_norm_epsilon for model_type qwen2: ...rms_norm_eps",
+        ),
+        ({"hidden_size": 64}, "of shape [64, 64], as the configuration says, got [64, 32]"),
+        ({"sliding_window": 8}, "model.config.sliding_window: expected 8 to take effect, but ... make it None"),
+        ({"rope_parameters": {"rope_type": "bent"}}, "model...: there is no .bent."),
         ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers: expected at most"),
         (
             {"rope_parameters": {"facto": 8}},
-            r"model.config.rope_parameters.facto: expected 8 to take effect, but .* ignore it",
+            "model.config.rope_parameters.facto: expected 8 to take effect, but ... ignore it",
         ),
-        ({"rope_scaling": {"factor": 8.0}}, r"rope_parameters.factor: .* of qwen2 ignore it"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_parameters.factor: ... of qwen2 ignore it"),
         (
             {"rope_scaling": {"full_attention": {"rope_type": "linear"}}},
-            r"unknown .*rope_parameters.full_attention for",
+            "unknown ...rope_parameters.full_attention for",
         ),
     ],
 )
 def test_what_cannot_take_effect_is_refused(saved, overrides, words):
-    with pytest.raises(UserError, match=words):
-        build.from_directory(saved, overrides=overrides)
+    refused(words, build.from_directory, saved, overrides=overrides)
     if "hidden_size" not in overrides:
-        with pytest.raises(UserError, match=words):
-            build.from_config({"model_type": "qwen2", **SIZES, **overrides}, seed=0)
+        refused(words, build.from_config, {"model_type": "qwen2", **SIZES, **overrides}, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +123,10 @@ def test_rotary_settings_of_a_layer_type_may_have_the_old_name_of_their_type(key
         assert changed.rope_parameters["full_attention"] == wanted
         assert changed.rope_parameters["sliding_attention"]["rope_type"] == "default"
     for wrong, words in (
-        ({"factor": 8.0}, r"unknown setting model.config.rope_parameters.factor .*expected some of .*full_attention"),
+        ({"factor": 8.0}, r"unknown setting model.config.rope_parameters.factor...expected some of ...full_attention"),
         ({"sliding_attention": {"facto": 8}}, r"model.config.rope_parameters.sliding_attention.facto: "),
     ):
-        with pytest.raises(UserError, match=words):
-            build.from_config({"model_type": "gemma3_text", **SIZES, key: wrong}, seed=0)
+        refused(words, build.from_config, {"model_type": "gemma3_text", **SIZES, key: wrong}, seed=0)
 
 
 def test_supported_attention_is_implemented():
@@ -145,8 +145,9 @@ def test_every_other_attention_of_transformers_is_refused_with_a_reason():
 
 def test_the_option_prints_the_reason():
     assert attention_name("eager") == "eager"
-    with pytest.raises(argparse.ArgumentTypeError, match=r"^expected sdpa or eager, got 'flash_attention_3' \(a lib"):
-        attention_name("flash_attention_3")
+    refused(
+        "sdpa or eager, got 'flash_attention_3'", attention_name, "flash_attention_3", error=argparse.ArgumentTypeError
+    )
 
 
 def test_names_in_a_model_s_own_configuration_do_not_count(saved, tmp_path):
@@ -155,5 +156,9 @@ def test_names_in_a_model_s_own_configuration_do_not_count(saved, tmp_path):
     for name in ("attn_implementation", "_attn_implementation"):
         path.write_text(json.dumps(content | {name: "flash_attention_2"}))
         assert build.from_directory(path.parent).module.config._attn_implementation == IMPLEMENTATIONS["sdpa"]
-        with pytest.raises(UserError, match=f"unknown setting model.config.{name}"):
-            build.from_config({"model_type": "qwen2", **SIZES, name: "flash_attention_2"}, seed=0)
+        refused(
+            f"unknown setting model.config.{name}",
+            build.from_config,
+            {"model_type": "qwen2", **SIZES, name: "flash_attention_2"},
+            seed=0,
+        )

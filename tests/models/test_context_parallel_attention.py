@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from packed_models import LargestTensor
 from ranks import run_threads
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.models import context_parallel_attention
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_config
@@ -184,8 +184,7 @@ def test_the_kernel_for_a_gpu(monkeypatch, dtype, size, capability, kernel):
     if kernel is not None:
         assert context_parallel_attention._choose_kernel(query) is kernel
         return
-    with pytest.raises(UserError, match=r"bfloat16 needs a GPU of compute capability 8\.0 or more, got 7\.5: set"):
-        context_parallel_attention._choose_kernel(query)
+    refused("bfloat16...compute capability 8.0 or more, got 7.5", context_parallel_attention._choose_kernel, query)
 
 
 def compute_shape(settings, num_tokens=100):
@@ -212,8 +211,7 @@ def test_models_with_context_parallelism(kind):
     ],
 )
 def test_models_without_context_parallelism(kind, settings, words):
-    with pytest.raises(ContextParallelUnsupportedError, match=words):
-        compute_shape({"model_type": kind, **SIZES, **settings})
+    refused(words, compute_shape, {"model_type": kind, **SIZES, **settings}, error=ContextParallelUnsupportedError)
 
 
 def test_a_window_that_holds_the_longest_sequence_is_none():

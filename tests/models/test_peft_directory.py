@@ -9,8 +9,8 @@ from packed_models import materialized
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import QWEN2
 from transformers import AutoConfig, AutoModelForCausalLM
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.models.load import load_model
 
 peft = pytest.importorskip("peft")
@@ -73,20 +73,19 @@ def assert_logits(adapters, wanted):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"base_model_name_or_path": "not/there"}, r"base model is not in not/there \(no config.json there\)"),
+        ({"base_model_name_or_path": "not/there"}, "base model is not in not/there (no config.json there)"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path, the directory of the base, is missing"),
         ({"use_dora": True}, "expected plain LoRA, got use_dora True"),
         ({"use_rslora": True}, "expected plain LoRA, got use_rslora True"),
         ({"init_lora_weights": "pissa"}, "expected plain LoRA, got init_lora_weights 'pissa'"),
         ({"peft_type": "IA3"}, "expected peft_type LORA, got 'IA3'"),
-        ({"r": 2}, r"expected .*lora_A.weight of the shape \[2, 32\], got \[4, 32\]"),
+        ({"r": 2}, "expected ...lora_A.weight of the shape [2, 32], got [4, 32]"),
         ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is not in the model"),
     ],
 )
 def test_other_configurations_are_refused(adapters, changes, words):
     change(adapters, **changes)
-    with pytest.raises(UserError, match=words):
-        load_model(adapters)
+    refused(words, load_model, adapters)
 
 
 def test_missing_and_damaged_files_are_refused(adapters):
@@ -94,14 +93,10 @@ def test_missing_and_damaged_files_are_refused(adapters):
     tensors = load_file(file)
     tensors.pop("base_model.model.lm_head.weight")
     save_file(tensors, file)
-    with pytest.raises(UserError, match=r"base_model.model.lm_head.weight is missing"):
-        load_model(adapters)
+    refused("base_model.model.lm_head.weight is missing", load_model, adapters)
     file.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="cannot read"):
-        load_model(adapters)
+    refused("cannot read", load_model, adapters)
     file.unlink()
-    with pytest.raises(UserError, match=r"expected adapter_model.safetensors in .*, found none"):
-        load_model(adapters)
+    refused("expected adapter_model.safetensors in ..., found none", load_model, adapters)
     (adapters / "adapter_config.json").write_text("{")
-    with pytest.raises(UserError, match="expected a JSON object of settings"):
-        load_model(adapters)
+    refused("expected a JSON object of settings", load_model, adapters)

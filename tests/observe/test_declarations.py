@@ -4,6 +4,7 @@ import json
 
 import pytest
 from step_metrics import STEP
+from user_errors import refused
 
 from odc_mpi.cli import main as cli
 from odc_mpi.observe.callback import Callback, Step
@@ -81,5 +82,4 @@ def test_families_and_mistakes():
     names = [metric.key for base in RolloutSource.metrics for metric in base.expand(["short", "exact"])]
     assert {"rewards/short/mean", "rewards/exact/mean", "reward"} <= set(names) and len(names) == len(set(names))
     for wrong in ({"group": "results"}, {"summary": "first lest"}):
-        with pytest.raises(ValueError, match="heat: expected one of"):
-            Metric("heat", "temperature", **wrong)
+        refused("heat: expected one of", Metric, "heat", "temperature", **wrong, error=ValueError)

@@ -71,10 +71,11 @@ def test_a_run_on_an_mlflow_server_continues(tmp_path, monkeypatch):
         train(tmp_path / "run", "mlflow", *arguments)
     (run,) = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("odc_mpi").experiment_id])
     assert run.info.run_id == (tmp_path / "run" / "trackers" / "mlflow" / "run_id").read_text()
-    points = {
-        (point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert {(point.step, point.value) for point in history} == {
+        *((step, 1.0 * step) for step in range(1, 7)),
+        *((step, 10.0 * step) for step in range(4, 9)),
     }
-    assert points == {*((step, 1.0 * step) for step in range(1, 7)), *((step, 10.0 * step) for step in range(4, 9))}
 
 
 def test_a_run_on_a_wandb_server_continues(tmp_path, monkeypatch):
@@ -89,11 +90,10 @@ def test_a_run_on_a_wandb_server_continues(tmp_path, monkeypatch):
             self.tracker = SimpleNamespace(id=options.get("id") or f"id{len(runs)}")
             self.steps = options["steps"] = []
 
-        def start(self):
+        def start(self, *_):
             pass
 
-        def store_init_configuration(self, values):
-            pass
+        store_init_configuration = start
 
         def log(self, values, step):
             if step == 7:
@@ -169,17 +169,15 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch,
     monkeypatch.setattr(Broken, "hang", threading.Event())
     monkeypatch.setattr(trackers, "MAX_WAITING", 50)
     began = time.monotonic()
-    tracked = TrackerCallback(["broken"], tmp_path, CONFIG, finish_s=0.2)
-    tracked.on_train_begin(0, {})
-    for number in range(1, 4):
-        tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
-    tracked.close()
-    assert "it did not write the last steps in time" in capsys.readouterr().err
-    tracked = TrackerCallback(["broken"], tmp_path, CONFIG)
-    tracked.on_train_begin(0, {})
-    for number in range(1, 200):
-        tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
-    tracked.close()
-    assert capsys.readouterr().err.count("it is 50 steps behind") == 1
+    for steps, options, warning in (
+        (3, {"finish_s": 0.2}, "it did not write the last steps in time"),
+        (199, {}, "it is 50 steps behind"),
+    ):
+        tracked = TrackerCallback(["broken"], tmp_path, CONFIG, **options)
+        tracked.on_train_begin(0, {})
+        for number in range(1, steps + 1):
+            tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
+        tracked.close()
+        assert capsys.readouterr().err.count(warning) == 1
     assert time.monotonic() - began < 10
     Broken.hang.set()

@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from user_errors import refused
 
 from odc_mpi.probe import cache
 from odc_mpi.probe.report import ProbeReport
@@ -99,8 +100,7 @@ def test_a_changed_report_is_none(home, change):
 
 @pytest.mark.parametrize("change", [{"device": None, "network": "fast"}, {"peers": {"same_node": {"get": None}}}])
 def test_a_report_has_exactly_the_fields_of_its_class(change):
-    with pytest.raises(ValueError, match="expected an object with"):
-        ProbeReport.from_dict(REPORT.to_dict() | change)
+    refused("expected an object with", ProbeReport.from_dict, REPORT.to_dict() | change, error=ValueError)
 
 
 @pytest.mark.parametrize(("age_s", "found"), [(6 * 86400, True), (8 * 86400, False), (-3600, False)])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from user_errors import refused
 
 from odc_mpi.errors import UserError
 from odc_mpi.rollout.rewards import (
@@ -85,8 +86,7 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
     ],
 )
 def test_missing_functions_are_reported(specs, words):
-    with pytest.raises(UserError, match=words):
-        load_reward_functions(specs, None)
+    refused(words, load_reward_functions, specs, None)
 
 
 def hangs(completions):
@@ -180,8 +180,7 @@ def test_one_asynchronous_function_that_hangs_is_named():
     async def is_fast(completions):
         return [1.0] * 4
 
-    with pytest.raises(UserError, match=r"mine.py:waits_forever, prompt 7"):
-        scored(is_fast, waits_forever, is_fast, timeout_s=0.2)
+    refused("mine.py:waits_forever, prompt 7", scored, is_fast, waits_forever, is_fast, timeout_s=0.2)
 
 
 def test_a_notebook_has_an_event_loop_of_its_own():
@@ -227,8 +226,12 @@ def test_arguments_that_do_not_exist_are_reported(function, columns, words):
     if words is None:
         check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
     else:
-        with pytest.raises(UserError, match=f"rl.reward_funcs: mine.py:{function.__name__}: {words}"):
-            check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
+        refused(
+            f"rl.reward_funcs: mine.py:{function.__name__}: {words}",
+            check_arguments,
+            as_rewards(function),
+            {"data.path": SimpleNamespace(columns=columns)},
+        )
 
 
 @pytest.mark.parametrize("scaled", [True, False])

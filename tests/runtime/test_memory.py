@@ -1,11 +1,10 @@
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.runtime import memory
 
 
@@ -70,6 +69,5 @@ def test_control_groups_of_version_1(files, tmp_path):
 def test_windows_beyond_the_memory_of_a_node(files, monkeypatch, num_bytes, local_size, expected):
     files |= {"/proc/meminfo": "MemAvailable: 4096 kB\n", "/proc/self/cgroup": ""}
     monkeypatch.setattr(memory, "free_shm_bytes", lambda: 2 << 20)
-    with pytest.raises(UserError, match=re.escape(expected)):
-        memory.check_window_memory(num_bytes, local_size, "windows")
+    refused(expected, memory.check_window_memory, num_bytes, local_size, "windows")
     memory.check_window_memory(3 << 20, 1, "windows")

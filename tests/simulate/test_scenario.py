@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from pair_files import write_pairs
 from small_run import write_sequences
+from user_errors import refused
 
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
@@ -56,16 +57,15 @@ def test_durations_by_hand():
         ({"fetch_gb_per_s": 1e-300}, "raise --fetch-gb-per-s"),
         ({"speed_variation": float("nan")}, "--speed-variation"),
         ({"cost_error": float("inf")}, "--cost-error"),
-        ({"num_islands": 3}, "^--islands: expected a divisor of 8 ranks, got 3"),
-        ({"link_gb_per_s": 1.0}, "^--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too"),
-        ({"sync_every": 5}, "^--sync-every: expected --islands of 2 or more, got 1: set --islands, too"),
-        ({"num_islands": 2, "wire": "int8"}, "^--wire: expected --sync-every of 1 or more with int8, got 0: set it"),
-        ({"num_islands": 2, "sync_every": 5, "wire": "int4"}, "^--wire: expected float32 or .* or e3m0, got int4"),
+        ({"num_islands": 3}, "--islands: expected a divisor of 8 ranks, got 3"),
+        ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too"),
+        ({"sync_every": 5}, "--sync-every: expected --islands of 2 or more, got 1: set --islands, too"),
+        ({"num_islands": 2, "wire": "int8"}, "--wire: expected --sync-every of 1 or more with int8, got 0: set it"),
+        ({"num_islands": 2, "sync_every": 5, "wire": "int4"}, "--wire: expected float32 or ... or e3m0, got int4"),
     ],
 )
 def test_user_errors_name_the_option(values, option):
-    with pytest.raises(UserError, match=option):
-        Scenario(**values)
+    refused(option, Scenario, **values)
 
 
 @pytest.mark.parametrize(("name", "mean"), [("longalign", 16_500), ("swesmith", 34_700), ("aime", 9_000)])

@@ -10,9 +10,9 @@ import yaml
 from mpi_launch import ROOT
 from peak_memory import estimated_and_measured
 from small_run import MODEL, write_config, write_sequences
+from user_errors import refused, user_error
 
 from odc_mpi.cli import main as cli
-from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.start.dry_run import estimate_memory
@@ -43,8 +43,7 @@ def test_a_dry_run_prints_memory_and_steps_and_writes_nothing(tmp_path, capsys, 
     assert files(tmp_path) == before
     assert cli.main(["train", "--config", str(path), "--dry-run", "--run.num_train_epochs", "4"]) == 0
     assert "of a microbatch of 55 tokens" in capsys.readouterr().out
-    assert cli.main(["train", "--config", str(path), "--ranks", "2"]) == 2
-    assert "--ranks: only for --dry-run" in capsys.readouterr().err
+    user_error(capsys, "train", "--config", path, "--ranks", 2, words="--ranks: only for --dry-run")
     assert cli.main(["train", "--config", str(path), "--dry-run", "--data.max_tokens_per_microbatch", "9"]) == 2
 
 
@@ -112,8 +111,7 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
     assert outer["merges of islands"] == (4 + 4 + 5) * outer["gradients"]
     uneven = sizes(MODEL, ranks=3, per_node=2)[0]
     assert "of other ranks, mapped" not in uneven  # on two nodes
-    with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of 8, .* got 3$"):
-        sizes(MODEL, "--islands.by=3", ranks=8, per_node=4)
+    refused("islands.by: expected node or a divisor of 8...got 3", sizes, MODEL, "--islands.by=3", ranks=8, per_node=4)
 
 
 def test_the_activations_are_those_that_autograd_saves():

@@ -1,19 +1,13 @@
 """Settings of exact runs, exponents of their gradients, and the facts on which their last bits depend."""
 
-import re
 from dataclasses import replace
 
-import pytest
 import torch
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.shard.fixed_point import FIRST_EXPONENT, FixedPointGradients
-from odc_mpi.training.exact import (
-    ExponentCallback,
-    apply_exact_settings,
-    deterministic_algorithms,
-    numerics_fingerprint,
-)
+from odc_mpi.training import exact
+from odc_mpi.training.exact import ExponentCallback, apply_exact_settings
 from odc_mpi.training.settings import load
 
 MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]
@@ -29,29 +23,6 @@ def test_it_sets_what_it_takes_and_nothing_without_it() -> None:
     assert (given.run.threads, given.data.balance) == (3, "dynamic")
 
 
-GRPO = ["--run.objective=grpo", "--rl.tokenizer=words", "--rl.reward_funcs=exact_match", "--run.exact=true"]
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "words"),
-    [
-        (
-            "data.balance",
-            "lb_micro",
-            "expected lb_mini or dynamic or local_sort with run.exact true, got lb_micro: its",
-        ),
-        ("data.context_parallel", "auto", "expected off with run.exact true, got auto: its chunks depend"),
-        ("model.compile", "true", "expected false with run.exact true, got true: "),
-        ("rl.skip_failed_rewards", "true", "expected false with run.exact true, got true: the dropped completions"),
-        ("run.device", "cuda", "expected auto or cpu with run.exact true, got cuda: tokens are sampled with"),
-    ],
-)
-def test_what_breaks_it_is_refused(setting: str, value: str, words: str) -> None:
-    objective = GRPO if setting in ("run.device", "rl.skip_failed_rewards") else ["--run.exact=true"]
-    with pytest.raises(UserError, match=f"^command line: {re.escape(setting)}: {re.escape(words)}"):
-        load(None, [*MODEL, *objective, f"--{setting}={value}"])
-
-
 def test_exponents_leave_headroom_for_a_later_division() -> None:
     gradient_format = FixedPointGradients({0: 10, 3: 20})
     ExponentCallback(gradient_format, 1000.0)
@@ -60,9 +31,8 @@ def test_exponents_leave_headroom_for_a_later_division() -> None:
 
 def test_torch_is_as_it_was_afterwards() -> None:
     config = load(None, MODEL)
-    exact = replace(config, run=replace(config.run, exact=True))
-    for each, wanted in ((config, False), (exact, True)):
-        with deterministic_algorithms(each):
+    for each, wanted in ((config, False), (replace(config, run=replace(config.run, exact=True)), True)):
+        with exact.deterministic_algorithms(each):
             assert torch.are_deterministic_algorithms_enabled() is wanted
         assert not torch.are_deterministic_algorithms_enabled()
 
@@ -77,16 +47,14 @@ def test_exponents_come_back_from_a_checkpoint() -> None:
     assert other.exponents == {1: 51, 2: -7}
     ExponentCallback(other).load_state_dict({})  # of a run without them
     assert other.exponents == {1: 51, 2: -7}
-    with pytest.raises(
-        UserError, match=r"^expected fixed64_exponents of 3 arrays in the checkpoint, got 2: set run.resume"
-    ):
-        ExponentCallback(FixedPointGradients({0: 1, 1: 1, 2: 1})).load_state_dict(state)
+    three = ExponentCallback(FixedPointGradients({0: 1, 1: 1, 2: 1}))
+    refused("fixed64_exponents of 3 arrays in the checkpoint, got 2: set run.resume", three.load_state_dict, state)
 
 
 def test_it_contains_the_processor_and_forced_library_settings(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    fingerprint = numerics_fingerprint("cpu")
+    fingerprint = exact.numerics_fingerprint("cpu")
     assert fingerprint["MKL_CBWR"] == "COMPATIBLE" and fingerprint["ONEDNN_MAX_CPU_ISA"] == "not set"
     assert fingerprint["run.threads"] == str(torch.get_num_threads()) and fingerprint["torch"] == torch.__version__
     assert fingerprint["processor"] and fingerprint["instructions"]

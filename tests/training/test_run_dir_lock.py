@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from user_errors import refused
 
-from odc_mpi.errors import UserError
 from odc_mpi.training.rundir.resume import _list_checkpoints
 from odc_mpi.training.rundir.run_dir_lock import LOCK_FILE, RunDirectoryLock
 
@@ -60,8 +60,7 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path, another):
     before = (tmp_path / LOCK_FILE).read_text()
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path, tmp_path / "link"):
-        with pytest.raises(UserError, match=rf"in use by another run \(process {another.pid} on"):
-            RunDirectoryLock(path, TIMEOUT_S)
+        refused(f"in use by another run (process {another.pid} on", RunDirectoryLock, path, TIMEOUT_S)
     assert (tmp_path / LOCK_FILE).read_text() == before
 
 
@@ -69,8 +68,7 @@ def test_a_checkpoint_that_another_run_is_about_to_replace_is_left_alone(tmp_pat
     hidden = tmp_path / "checkpoints" / ".retired_step_00000004.17"
     hidden.mkdir(parents=True)
     (hidden / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="in use by another run"):
-        _list_checkpoints(tmp_path, TIMEOUT_S)
+    refused("in use by another run", _list_checkpoints, tmp_path, TIMEOUT_S)
     assert hidden.exists()
     another.kill()
     assert _list_checkpoints(tmp_path, 60) == [(tmp_path / "checkpoints" / "step_00000004",)]
@@ -101,8 +99,7 @@ def test_a_run_on_another_host(tmp_path, monkeypatch, capsys, theirs, ours, warn
 def test_whose_directory_was_taken_stops(tmp_path):
     with RunDirectoryLock(tmp_path, TIMEOUT_S) as lock:
         (tmp_path / LOCK_FILE).write_text(json.dumps({"token": "another", "host": "elsewhere"}))
-        with pytest.raises(OSError, match="another run has taken over"):
-            lock.require_held()
+        refused("another run has taken over", lock.require_held, error=OSError)
     assert (tmp_path / LOCK_FILE).exists(), "it is the other's"
     (tmp_path / LOCK_FILE).write_text("half a li")
     RunDirectoryLock(tmp_path, TIMEOUT_S).__exit__()
@@ -110,9 +107,6 @@ def test_whose_directory_was_taken_stops(tmp_path):
 
 def test_a_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in"):
-        RunDirectoryLock(tmp_path / "file" / "run", TIMEOUT_S)
     (tmp_path / "run" / LOCK_FILE).mkdir(parents=True)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in"):
-            RunDirectoryLock(tmp_path / "run", TIMEOUT_S)
+    for path in (tmp_path / "file" / "run", *[tmp_path / "run"] * 2):
+        refused("run.dir: expected a directory to write in", RunDirectoryLock, path, TIMEOUT_S)

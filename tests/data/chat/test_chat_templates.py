@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 from published_templates import PATHS, TEXT_TEMPLATES, with_published_template, with_template
+from record_files import invalid
 
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
 from odc_mpi.data.encoding.encode import encode, end_of_turn_token
@@ -149,16 +150,13 @@ def test_marks_of_a_template_are_the_mask(tokenizer):
     one_mark = everything.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     covering = with_template(tokenizer, "{% generation %}" + one_mark.replace(PROMPT, "{% endgeneration %}" + PROMPT))
     for split_turns in get_args(SplitTurns):
-        with pytest.raises(InvalidRecordError, match="has message 1, of the user, in an answer: replace"):
-            spans(covering, chat, split_turns)
+        invalid("message 1, of the user, in an answer", spans, covering, chat, split_turns)
     # Nor may a template without marks repeat a question in the answer only.
     repeating = "{{ messages[loop.index0 - 1].content }} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     repeating = "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n" + repeating + PROMPT
-    with pytest.raises(InvalidRecordError, match="has message 1, of the user, in an answer: replace"):
-        spans(with_template(tokenizer, repeating), chat)
+    invalid("message 1, of the user, in an answer", spans, with_template(tokenizer, repeating), chat)
     nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
-    with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
-        spans(nothing, chat)
+    invalid("drops a part of message 2", spans, nothing, chat)
 
 
 @pytest.mark.parametrize(
@@ -180,20 +178,21 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer):
         tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
     )
     thinking = Conversation("here", [turn(1)[0], {"role": "assistant", "content": "<think>Well.</think>Yes."}])
-    with pytest.raises(InvalidRecordError, match=r"^here: .*drops a part of message 2, .*--chat-template FILE$"):
-        encode(dropping, [thinking])
+    invalid("here: ...drops a part of message 2, ...--chat-template FILE", encode, dropping, [thinking])
     # So are calls of functions, which the plain template does not know; the user's words do not replace the answer's.
-    with pytest.raises(InvalidRecordError, match="drops a part of message 4"):
-        encode(tokenizer, [CONVERSATIONS["tools"]])
+    invalid("drops a part of message 4", encode, tokenizer, [CONVERSATIONS["tools"]])
     # Nor do the words of a later answer.
     later = [turn(1)[0], CALL, RESULT, {"role": "assistant", "content": "By lookup."}]
-    with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
-        encode(tokenizer, [Conversation("", later)])
+    invalid("drops a part of message 2", encode, tokenizer, [Conversation("", later)])
     silent = with_template(
         tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
     )
-    with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
-        encode(silent, [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])])
+    invalid(
+        "drops a part of message 2",
+        encode,
+        silent,
+        [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])],
+    )
 
 
 def test_arguments_of_calls_are_json_in_the_text(tokenizer):
@@ -293,5 +292,4 @@ def test_what_a_template_leaves_out_is_listed(tokenizer):
     for name in ("reasoning", "reasoning_content", "thinking"):
         only = Conversation("", parse_messages([user, {"role": "assistant", "content": "", name: "Hm."}], "", ""))
         assert spans(thinking, only) == [["<think>Hm.</think><|im_end|>"]]
-        with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
-            encode(tokenizer, [only])
+        invalid("drops a part of message 2", encode, tokenizer, [only])

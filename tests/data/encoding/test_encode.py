@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from number_words import number_words
 from published_templates import with_template
+from record_files import invalid
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from user_errors import refused
 
 from odc_mpi.data.chat.templates import ChatRenderer, fix_time
 from odc_mpi.data.encoding.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
-from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -50,8 +51,7 @@ def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer):
 
 
 def test_a_prompt_without_a_message_is_refused(tokenizer):
-    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages \(expected a message, got none\)"):
-        ChatRenderer(tokenizer).render_prompt(Conversation("here", []))
+    invalid("here: ...expected a message, got none", ChatRenderer(tokenizer).render_prompt, Conversation("here", []))
 
 
 def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer):
@@ -99,8 +99,7 @@ def llama_like():
 
 def test_sequences_begin_as_the_tokenizer_says_and_need_an_end_token():
     tokenizer, pair = llama_like(), PromptCompletion("", "who is", " me")
-    with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
-        encode(tokenizer, [pair])
+    refused("eos_token...--tokenizer", encode, tokenizer, [pair])
     tokenizer.eos_token = "</s>"
     [[encoded]] = encode(tokenizer, [pair])
     assert tokenizer.convert_ids_to_tokens(encoded.tokens) == ["<s>", "▁who", "▁is", "▁me", "</s>"]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from record_files import write_lines
+from user_errors import refused
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
@@ -15,7 +16,6 @@ from odc_mpi.data.prepare import PrepareOptions
 from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.records.schema import ignored_fields
 from odc_mpi.data.tokenizer import load_tokenizer
-from odc_mpi.errors import UserError
 
 CHAT = {
     "prompt": [{"role": "user", "content": "Is it?"}],
@@ -134,8 +134,7 @@ def test_show_names_the_label(labeled, tmp_path, capsys):
 )
 def test_records_without_a_prompt_or_an_answer(tmp_path, labeled, record, words):
     source = write_lines(tmp_path / "a.jsonl", record)
-    with pytest.raises(UserError, match=words):
-        module.prepare([source], tmp_path / "a.h5", PrepareOptions(tokenizer=labeled[1].path))
+    refused(words, module.prepare, [source], tmp_path / "a.h5", PrepareOptions(tokenizer=labeled[1].path))
 
 
 @pytest.mark.parametrize("columns", [LabelColumns(4, 1), LabelColumns(0, 1), LabelColumns(2, 2)], ids=str)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from record_files import invalid
 
 from odc_mpi.data.encoding.pairs import encode_pairs
-from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
 
 USER, YES = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}
@@ -33,5 +33,4 @@ def test_the_shorter_answer_has_text(tokenizer, names):
 def test_an_answer_without_text_is_refused(tokenizer):
     """Also a shorter text of one token, which would be the prompt."""
     for record in ({"prompt": "is", "chosen": "", "rejected": " it"}, {"chosen": "is", "rejected": "is it"}):
-        with pytest.raises(InvalidRecordError, match="expected a"):
-            decoded(tokenizer, record)
+        invalid("expected a", decoded, tokenizer, record)

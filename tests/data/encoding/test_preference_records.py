@@ -1,6 +1,7 @@
 """The forms of published preference data, as records."""
 
 import pytest
+from record_files import invalid
 
 from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
@@ -105,8 +106,7 @@ def test_columns_of_pairs():
         "here", [SYSTEM, USER, BLUE]
     )
     assert parse_example(texts, "here", {"text": "chosen_response"}) == PromptCompletion("here", "", "b")
-    with pytest.raises(InvalidRecordError, match=r"expected the field 'better', got 'system', .*: change --columns$"):
-        parse_pair(orca, chosen="better")
+    invalid("'better', got 'system', ...: change --columns", parse_pair, orca, chosen="better")
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ import copy
 
 import numpy as np
 import pytest
-from record_files import write_lines
+from record_files import invalid, write_lines
+from user_errors import refused
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
 from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path
-from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
@@ -74,8 +74,7 @@ def test_the_parts_of_pairs_of_conversations(tokenizer):
     ],
 )
 def test_unusable_pairs(tokenizer, record, words):
-    with pytest.raises(InvalidRecordError, match=f"^here: .*{words}"):
-        encode_record(tokenizer, record)
+    invalid(f"here: ...{words}", encode_record, tokenizer, record)
 
 
 def test_a_template_that_changes_earlier_answers(tokenizer):
@@ -89,8 +88,7 @@ def test_a_template_that_changes_earlier_answers(tokenizer):
     record = {"prompt": turns, "chosen": "d", "rejected": "e"}
     assert decode(thinking, encode_record(thinking, record)) == ["u:a\na:b\nu:c\na:", "[<t>d\n]", "[<t>e\n]"]
     record["chosen"] = [{"role": "assistant", "content": "d"}, turns[0], turns[1]]
-    with pytest.raises(InvalidRecordError, match=r"^here: .*got several turns, .*--chat-template FILE$"):
-        encode_record(thinking, record)
+    invalid("here: ...got several turns, ...--chat-template FILE", encode_record, thinking, record)
 
 
 def letters(num_prompt, num_chosen, num_rejected):
@@ -131,8 +129,7 @@ def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report, tm
     equal = {"prompt": "a", "chosen": "b", "rejected": "b"}
     records = [letters(3, 4, 1), equal, letters(5, 1, 2), {"prompt": "a", "chosen": "", "rejected": "b"}]
     source, out = write_lines(tmp_path / "a.jsonl", *records), tmp_path / "a.h5"
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .* --bad-lines skip$"):
-        prepare(source, out, tokenizer=stdlib_report.path)
+    refused("a.jsonl, line 2: ... --bad-lines skip", prepare, source, out, tokenizer=stdlib_report.path)
     report = prepare(source, out, tokenizer=stdlib_report.path, bad_lines="skip")
     assert (report.num_sequences, report.num_bad_lines, report.num_prompt_tokens) == (2, 2, 8)
     assert report.describe().startswith(

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from record_files import parse_blocks
+from user_errors import refused
 
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.readers import arrow
 from odc_mpi.data.readers.arrow import is_hub_name
 from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.sources import find_sources
-from odc_mpi.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
 
@@ -22,15 +22,8 @@ ROWS = [
 ] * 200
 
 
-def refused(*words, split=None):
-    with pytest.raises(UserError) as caught:
-        find_sources(words, split)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_names_on_the_hub():
-    assert "expected a directory of save_to_disk" in refused("stdlib", split="test")
+    refused("expected a directory of save_to_disk", find_sources, ["stdlib"], "test")
     assert not any(map(is_hub_name, ("a", "a/b/c/d", "/a/b", "a//b", "a b/c", "./a", "../a/b", "~/a")))
 
 
@@ -39,10 +32,10 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch):
     Path("mine").mkdir()
     Path("mine/chats.jsonl").write_text("")
     for name in ("mine/chat.jsonl", "./mine/chats.json", "mine/chats", "mine/../mine/chats.jsonl.gz"):
-        assert f"{name!r}: no such file or folder (did you mean chats.jsonl?): give" in refused(name)
+        refused(f"{name!r}: no such file or folder (did you mean chats.jsonl?): give", find_sources, [name])
     for name in ("data/chat.csv", "data/a.txt.gz", "./chat", "../a/b", "mine/CHATS.JSONL", "mine/other/data"):
-        assert f"{name!r}: no such file or folder: give" in refused(name)
-    assert f"{str(Path.home() / 'a/b')!r}: no such file or folder: give" in refused("~/a/b")
+        refused(f"{name!r}: no such file or folder: give", find_sources, [name])
+    refused(f"{str(Path.home() / 'a/b')!r}: no such file or folder: give", find_sources, ["~/a/b"])
 
 
 def test_saved_data_sets(monkeypatch):
@@ -62,9 +55,9 @@ def test_saved_data_sets(monkeypatch):
             assert (example.messages, example.context) == (other.messages, other.context)
         assert examples[-1].location == f"{name}, row {len(expected)}"
         assert 0 < sum(done) <= source.num_bytes
-    assert "--split: expected one of train, test for 'splits', got 'dev'" in refused("splits", split="dev")
+    refused("--split: expected one of train, test for 'splits', got 'dev'", find_sources, ["splits"], "dev")
     Path("saved/data-00000-of-00001.arrow").write_bytes(b"ARROW")
-    assert "the data set 'saved' cannot be loaded" in refused("saved")
+    refused("the data set 'saved' cannot be loaded", find_sources, ["saved"])
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, split: data.select([0]) if split == "train" else None)
     [source] = find_sources(["owner/name/main"])
     assert (source.origin, source.count()) == ("owner/name/main", 1)

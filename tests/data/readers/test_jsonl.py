@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from record_files import parse_blocks
+from user_errors import refused
 
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.data.records.schema import check_columns
-from odc_mpi.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
 
@@ -22,14 +22,6 @@ def read_bytes(content, name="a.jsonl", columns=None):
 
 def line(record):
     return json.dumps(record).encode() + b"\n"
-
-
-def refused(content, name="a.jsonl", columns=None):
-    with pytest.raises(UserError) as caught:
-        read_bytes(content, name, columns)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_the_first_of_three_shapes_counts():
@@ -47,9 +39,9 @@ def test_renamed_fields_are_the_only_ones():
     columns = {"prompt": "question", "completion": "answer"}
     record = {"question": "q", "answer": "a", "messages": CHAT, "text": "t"}
     assert read_bytes(line(record), columns=columns) == [PromptCompletion("a.jsonl, line 1", "q", "a")]
-    message = refused(line({"prompt": "a", "completion": "b"}), columns=columns)
-    assert "'question'" in message and "got 'prompt', 'completion'" in message and "--columns" in message
-    assert "'answer'" in refused(line({"question": "q", "completion": "no"}), columns=columns)
+    both = line({"prompt": "a", "completion": "b"})
+    refused("'question'...got 'prompt', 'completion'...--columns", read_bytes, both, columns=columns)
+    refused("'answer'", read_bytes, line({"question": "q", "completion": "no"}), columns=columns)
     assert read_bytes(line({"prompt": "q", "answer": "a"}), columns={"completion": "answer"})
     assert read_bytes(line({"messages": CHAT, "body": "x"}), columns={"text": "body"}) == [
         PromptCompletion("a.jsonl, line 1", "", "x")
@@ -59,11 +51,10 @@ def test_renamed_fields_are_the_only_ones():
     assert isinstance(chat, Conversation) and chat.messages == [{"role": "system", "content": "S"}, *CHAT]
     for names, words in (
         ({"prompt": "q", "text": "t"}, "fields of one format"),
-        ({"question": "prompt"}, "a field among prompt, .* got question=prompt"),
+        ({"question": "prompt"}, "a field among prompt, ...got question=prompt"),
         ({"text": ""}, "got text="),
     ):
-        with pytest.raises(UserError, match=f"--columns: .*{words}"):
-            check_columns(names)
+        refused(f"--columns: ...{words}", check_columns, names)
 
 
 def test_blank_lines_count_but_are_skipped():
@@ -103,9 +94,8 @@ def test_blank_lines_count_but_are_skipped():
     ],
 )
 def test_bad_lines_are_named(bad, expected):
-    message = refused(line({"text": "good"}) + b"\n" + bad.removesuffix(b"\n") + b"\n" + line({"text": "good"}))
-    assert message.startswith("a.jsonl, line 3: ")
-    assert expected in message
+    content = line({"text": "good"}) + b"\n" + bad.removesuffix(b"\n") + b"\n" + line({"text": "good"})
+    assert refused(f"...{expected}", read_bytes, content).startswith("a.jsonl, line 3: ")
 
 
 def test_empty_texts_are_legal_and_may_have_no_loss_tokens():
@@ -141,15 +131,15 @@ def test_messages_stay_short_whatever_a_line_holds():
         {"messages": [{"role": "user", "content": [{"type": long}]}]},
         {"messages": [{"role": "user", "content": "x", "weight": long}]},
     ):
-        assert len(refused(line(record))) < 500
+        assert len(refused("", read_bytes, line(record))) < 500
 
 
 def test_damaged_gzip_files():
     records = b"".join(line({"text": str(i) * 50}) for i in range(1000))
     whole = gzip.compress(records)
-    assert "the file may be damaged" in refused(whole[:-20], "a.gz")
-    assert "a.gz, line 1: cannot be read" in refused(records, "a.gz")
+    refused("the file may be damaged", read_bytes, whole[:-20], "a.gz")
+    refused("a.gz, line 1: cannot be read", read_bytes, records, "a.gz")
     wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
-    assert "CRC" in refused(wrong_checksum, "a.gz")
+    refused("CRC", read_bytes, wrong_checksum, "a.gz")
     # Behind the header's 10 bytes come the bits with the first block's type; type 3 is invalid.
-    assert "cannot be read" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")
+    refused("cannot be read", read_bytes, whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")

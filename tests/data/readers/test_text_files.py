@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+from record_files import invalid
+from user_errors import refused
 
 from odc_mpi.data.readers import text_files
 from odc_mpi.data.readers.text_files import count_records, read_records
 from odc_mpi.data.records.block import to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
-from odc_mpi.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
 
@@ -60,23 +61,22 @@ def test_elements_that_are_no_records_can_be_skipped(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('[{"a": 1}, {broken, {"a": 2}]', r"element 2: .* at character 13, 'broken, \{\"a\": 2\}\]'\); the file may"),
-        ('[{"a": 1}, {"a": "x"y"}]', "element 2: .*delimiter at character 21"),
-        ('[{"a": 1} \n{"a" : 2}]', "element 2: .*expected ',' in a JSON array, got '{' at character 12"),
-        ('[{"a": 1}]\n[{"a": 2}]', r"element 2: .*expected the end of the file in a JSON array, got '\[' at"),
-        ('[{"a": 1}, {"a": ', "element 2: .*Expecting value"),
-        ('[{"a": 1}', "element 2: .*got the end of the file at character 10\\)"),
-        ('[{"a": 1},]', "element 2: .*Expecting value at character 11, ']'"),
-        ('[{"a": 1}, {"a": "x}]', "element 2: .*Unterminated string"),
-        ('[{"a": ' + "9" * 5000 + "}]", "element 1: .*digits"),
-        ("[" * 100_000, "element 1: .*recursion"),
+        ('[{"a": 1}, {broken, {"a": 2}]', "element 2: ... at character 13, 'broken, {\"a\": 2}]'); the file may"),
+        ('[{"a": 1}, {"a": "x"y"}]', "element 2: ...delimiter at character 21"),
+        ('[{"a": 1} \n{"a" : 2}]', "element 2: ...expected ',' in a JSON array, got '{' at character 12"),
+        ('[{"a": 1}]\n[{"a": 2}]', "element 2: ...expected the end of the file in a JSON array, got '[' at"),
+        ('[{"a": 1}, {"a": ', "element 2: ...Expecting value"),
+        ('[{"a": 1}', "element 2: ...got the end of the file at character 10)"),
+        ('[{"a": 1},]', "element 2: ...Expecting value at character 11, ']'"),
+        ('[{"a": 1}, {"a": "x}]', "element 2: ...Unterminated string"),
+        ('[{"a": ' + "9" * 5000 + "}]", "element 1: ...digits"),
+        ("[" * 100_000, "element 1: ...recursion"),
     ],
     ids=range(10),
 )
 def test_damaged_arrays(monkeypatch, content, words, num_chars):
     monkeypatch.setattr(text_files, "_READ_CHARS", num_chars)
-    with pytest.raises(UserError, match=f"^a.json, {words}"):
-        read(content, "a.json")
+    refused(f"a.json, {words}", read, content, "a.json")
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("A.CSV.GZ", ",")])
@@ -106,25 +106,21 @@ def test_rows_with_other_numbers_of_cells():
     assert (location, good) == ("a.csv, line 3", {"a": "z"})
     [(_, rest)] = read('a\n"x\ny\nz\n', "a.csv")
     assert rest == "a.csv, line 2: expected a row in lines 2 to 4, got unexpected end of data"
-    with pytest.raises(UserError, match=r"^a.csv, line .*cannot be read .*name twice"):
-        read("a,a\n1,2", "a.csv")
+    refused("a.csv, line ...cannot be read ...name twice", read, "a,a\n1,2", "a.csv")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json.gz"])
 def test_utf_16_is_an_error_of_the_file(name):
-    with pytest.raises(UserError, match=f"^{name}: expected UTF-8, got UTF-16: convert it with iconv"):
-        read('[{"text": "x"}]'.encode("utf-16"), name)
+    refused(f"{name}: expected UTF-8, got UTF-16: convert it", read, '[{"text": "x"}]'.encode("utf-16"), name)
 
 
 def test_bytes_that_are_not_utf_8_make_a_bad_record():
     for content, name in ((b'[{"text": "a"}, {"text": "\xff"}]', "a.json"), (b"text\na\n\xff\n", "a.csv")):
         (_, good), (location, bad) = read(content, name)
         assert parse_example(good, "")
-        with pytest.raises(InvalidRecordError, match=f"^{location}: .*a byte that is not UTF-8"):
-            parse_example(bad, location)
+        invalid(f"{location}: ...a byte that is not UTF-8", parse_example, bad, location)
 
 
 def test_a_file_that_cannot_be_opened_is_not_called_damaged():
     Path("a.json").symlink_to("a.json")
-    with pytest.raises(UserError, match=r"^cannot read a.json: Too many levels of symbolic links$"):
-        list(read_records(Path("a.json"), lambda _: None))
+    refused("cannot read a.json: Too many levels of symbolic links", list, read_records(Path("a.json"), lambda _: None))
