@@ -1,10 +1,13 @@
-"""Files that appear atomically."""
+"""Files that appear atomically, HDF5 files on a disk that fills up, and texts of numbers."""
 
 import errno
 import os
+import resource
 from contextlib import nullcontext
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 from user_errors import refused
 
@@ -16,6 +19,8 @@ from odc_mpi.files import (
     write_or_warn,
     write_text_durable,
 )
+from odc_mpi.formatting import did_you_mean, format_seconds, format_size, printable_text
+from odc_mpi.hdf5_file import create_hdf5
 
 
 @pytest.fixture
@@ -115,3 +120,64 @@ def test_a_new_directory_and_those_above_it_are_on_the_disk(tmp_path, monkeypatc
         make_directory(tmp_path / "a" / "b")
         assert (tmp_path / "a" / "b").is_dir()
     assert sorted(synced) == [tmp_path, tmp_path / "a"], "where a name was added, once"
+
+
+VALUES = np.arange(100_000, dtype=np.uint32)
+
+
+def write_hdf5(path):
+    with create_hdf5(path, libver="latest") as file:
+        for name in ("first", "second"):
+            file.create_dataset(name, data=VALUES, chunks=(1000,), fletcher32=True)
+        file.attrs["text"] = "x" * 1000
+
+
+def test_the_file_is_an_ordinary_hdf5_file(tmp_path):
+    write_hdf5(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert np.array_equal(file["second"][:], VALUES) and file.attrs["text"] == "x" * 1000
+    with pytest.raises(FileExistsError):
+        write_hdf5(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("limit", [0, 100, 5000, 200_000, 800_000])
+def test_a_full_disk_raises_an_error_instead_of_crashing(tmp_path, limit):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_hdf5(tmp_path / "a.h5")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert raised.value.errno == errno.EFBIG and raised.value.filename == str(tmp_path / "a.h5")
+
+
+def test_an_error_of_the_caller_leaves_the_context(tmp_path):
+    with pytest.raises(KeyError), create_hdf5(tmp_path / "a.h5") as file:
+        file["no such data set"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(31.2, "31 s"), (3.14, "3.1 s"), (0.25, "250 ms"), (2e-4, "0.2 ms"), (9.94e-5, "99 us"), (1.5e-6, "1.5 us")],
+)
+def test_times_are_short(value, text):
+    assert format_seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(65536, "64K"), (1 << 20, "1M"), (2 << 30, "2G"), (12, "12"), (1536, "1536"), (1025, "1025")],
+)
+def test_sizes_lose_nothing(size, text):
+    assert format_size(size) == text
+
+
+def test_the_most_similar_name():
+    assert did_you_mean("lineer", {"linear": 1, "quadratic": 2}) == " (did you mean linear?)"
+    assert did_you_mean("lineer", ["linear"], ": {}") == ": did you mean linear?"
+    assert did_you_mean("zzz", ["linear"]) == ""
+
+
+def test_escaped_characters_can_be_printed():
+    assert printable_text("a\x1b[1m\ud800\x85\r\n\tü\u2028") == "a\\x1b[1m\\ud800\\x85\\x0d\n\tü\u2028"

@@ -1,10 +1,12 @@
-"""Who may import whom: the folders, bottom to top, never upwards; one topic and few files per folder."""
+"""Who may import whom: the folders, bottom to top, never upwards; few files per folder; an objective is one recipe."""
 
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
-import pytest
+from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName
+from odc_mpi.training.settings import all_settings
 
 PACKAGE = Path(__file__).parents[1] / "odc_mpi"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -102,13 +104,20 @@ def module_name(path):
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def find_imports(path):
+#: All nodes of the syntax trees, by module.
+NODES = {module_name(path): list(ast.walk(ast.parse(path.read_text()))) for path in MODULES}
+OWN = {f"odc_mpi.{name}".removesuffix(".__init__") for name in NODES}
+#: Uses of the word of an objective that is none.
+ALLOWED = {"report.run_report": {"reward"}}  # a metric
+
+
+def find_imports(nodes):
     """All imported modules, those inside functions too; names of this package without its own name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"relative import of {node.module}"
             yield node.module
             if node.module.split(".")[0] == "odc_mpi":
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -118,38 +127,22 @@ def is_in(module, places):
     return any(module == place or module.startswith(place + ".") for place in places)
 
 
-def own_modules():
-    return {f"odc_mpi.{module_name(path)}".removesuffix(".__init__") for path in MODULES} | {"odc_mpi"}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_arrows_run_one_way(path):
-    importer = module_name(path)
+def may_import(importer, module):
+    """Return whether a module of the package may import another module."""
     folder = importer.split(".")[0]
     allowed = MAY_SEE[folder] | ROOT | (set() if importer in ROOT_ONLY else SEE_ALSO.get(importer, {folder}))
-    for module in find_imports(path):
-        if module in own_modules() and module != "odc_mpi":
-            target = module.removeprefix("odc_mpi.")
-            # A folder's name alone is its docstring: nothing else is imported.
-            assert is_in(target, allowed) or any(place.startswith(target + ".") for place in allowed), (
-                f"{importer} may not import {module}"
-            )
+    target = module.removeprefix("odc_mpi.")
+    # A folder's name alone is its docstring: nothing else is imported.
+    in_order = module not in OWN or is_in(target, allowed) or any(place.startswith(target + ".") for place in allowed)
+    return in_order and all(is_in(importer, places) for name, places in KEPT_IN.items() if is_in(module, {name}))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_libraries_are_imported_in_their_folders_only(path):
-    importer = module_name(path)
-    for module in find_imports(path):
-        for library, places in KEPT_IN.items():
-            if is_in(module, {library}):
-                assert is_in(importer, places), f"{importer} may not import {library}"
-
-
-def test_the_rules_see_a_breach(tmp_path):
-    breach = tmp_path / "breach.py"
-    breach.write_text("def f():\n    from odc_mpi.comm.windows import rma\n    import mpi4py.MPI\n")
-    assert set(find_imports(breach)) == {"odc_mpi.comm.windows", "odc_mpi.comm.windows.rma", "mpi4py.MPI"}
-    assert not is_in("comm.windows.rma", MAY_SEE["shard"])
+def test_imports_go_one_way_and_libraries_are_imported_in_their_folders_only():
+    imports = [(importer, module) for importer, nodes in NODES.items() for module in find_imports(nodes)]
+    assert [pair for pair in imports if not may_import(*pair) and pair[1] != "odc_mpi"] == []
+    breach = list(ast.walk(ast.parse("def f():\n    from odc_mpi.comm.windows import rma\n    import mpi4py.MPI\n")))
+    found = {"odc_mpi.comm.windows", "odc_mpi.comm.windows.rma", "mpi4py.MPI"}
+    assert set(find_imports(breach)) == found and not any(may_import("shard.model", module) for module in found)
 
 
 def test_folders_are_small():
@@ -168,14 +161,44 @@ def test_names_of_tests_are_unique():
 
 def test_private_parts_of_transformers_and_peft_are_used_in_the_listed_modules():
     used = {name: set() for name in PRIVATE}
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            words = (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "value", None))
-            for word in words:
+    for module, nodes in NODES.items():
+        for node in nodes:
+            for word in (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "value", None)):
                 if isinstance(word, str) and word in used:
-                    used[word].add(module_name(path))
+                    used[word].add(module)
     assert used == PRIVATE
     table = (PACKAGE.parent / "docs" / "architecture.md").read_text().partition("## Private parts")[2]
     for name, modules in PRIVATE.items():
         row = next(line for line in table.splitlines() if name in line)
         assert all(f"`{module.replace('.', '/')}.py`" in row for module in modules), name
+
+
+def decisive_words(nodes):
+    """The texts in comparisons, keys of dictionaries, patterns of `match`, and `Literal`."""
+    for node in nodes:
+        parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        parts += filter(None, node.keys) if isinstance(node, ast.Dict) else []
+        parts += [node.value] if isinstance(node, ast.MatchValue) else []
+        if isinstance(node, ast.Subscript) and "Literal" in (getattr(node.value, name, "") for name in ("id", "attr")):
+            parts.append(node.slice)
+        yield from (each.value for part in parts for each in ast.walk(part) if isinstance(each, ast.Constant))
+
+
+def test_an_objective_is_one_recipe_and_nothing_else_asks_which_objective_a_run_has():
+    assert set(get_args(ObjectiveName)) == RECIPES.keys() and DEFAULT in RECIPES
+    sections = {recipe.section for recipe in RECIPES.values() if recipe.settings}
+    assert sections <= {name.partition(".")[0] for name in all_settings()}
+    sections = {recipe.section for recipe in RECIPES.values() if recipe.section}
+    for module, nodes in NODES.items():
+        if not module.startswith("training.recipes."):
+            assert sections.isdisjoint(node.attr for node in nodes if isinstance(node, ast.Attribute)), module
+            found = {*decisive_words(nodes)} & {*sections, *RECIPES}
+            assert not found - ALLOWED.get(module, set()), module
+
+
+def test_only_the_settings_import_a_single_recipe_and_no_recipe_imports_another():
+    for module, nodes in NODES.items():
+        if module not in ("training.settings", "training.recipes.__init__"):
+            names = [(node.module or "").split(".") for node in nodes if isinstance(node, ast.ImportFrom)]
+            imported = {name[3] for name in names if name[1:3] == ["training", "recipes"] and len(name) > 3}
+            assert imported <= {"recipe", module.split(".")[-2] if module.count(".") > 2 else ""}, module

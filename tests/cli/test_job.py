@@ -10,7 +10,6 @@ import pytest
 import yaml
 from batch_scripts import templates
 from mpi4py import MPI  # noqa: F401 - initialized here, since the command imports it without, and later tests need it
-from user_errors import user_error
 
 from odc_mpi.cli import main as cli
 
@@ -62,26 +61,6 @@ def test_a_script_from_a_configuration(config, capsys):
     assert "stage='/my tmp'\ndata='data of mine.h5'" in script
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--run.stepz", "5"], ["run.stepz", "run.steps"]),
-        (["--nodes", "0"], ["--nodes", "'0'"]),
-        (["--time", "3 days"], ["--time", "3 days", "HH:MM:SS"]),
-        (["--time", "4:59"], ["--time", "at least 5 minutes", "'4:59'"]),
-        (["--partition", "a\nrm -rf b"], ["--partition", "'a\\nrm -rf b'"]),
-        (["--account", "a b"], ["--account", "'a b'"]),
-        (["--gpus-per-node", "$(id)"], ["--gpus-per-node", "$(id)"]),
-        (["--mpi", "pmix; id"], ["--mpi", "pmix; id"]),
-        (["--name", "a/b"], ["--name", "a/b"]),
-    ],
-)
-def test_user_errors(config, tmp_path, monkeypatch, capsys, arguments, words):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    line = user_error(capsys, "job", config, *arguments)
-    assert [word for word in words if word not in line] == []
-
-
 TIMES = ["0", "5", "5:00", "240", "90:30", "120:00:00", "00:30:00", "7-0", "1-12:30", "1-00:00:00"]
 
 
@@ -91,11 +70,6 @@ def test_times_that_sbatch_takes(config, capsys, time):
     script = capsys.readouterr().out
     assert directives(script)["time"] == time
     assert "export SLURM_MPI_TYPE=${SLURM_MPI_TYPE:-pmi" in script, "without --mpi the environment selects it"
-
-
-def test_the_configuration_comes_first(config, capsys):
-    line = user_error(capsys, "job", "--run.steps", "5", config)
-    assert "5: expected a configuration file" in line and "CONFIG comes first" in line
 
 
 def test_the_name_of_a_configuration_stays_what_it_is(config, tmp_path, capsys):

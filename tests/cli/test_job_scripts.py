@@ -77,38 +77,38 @@ COPYING = 'touch "$CALLS.up"; exec sleep 30'
 REMOVED = "rm -f /local/12-data of mine.h5"
 
 
-@pytest.mark.parametrize(("srun", "code"), [("true", 0), ("exit 7", 7), ("exit 138", 138)])
-def test_the_exit_code_is_that_of_the_ranks(place, srun, code):
-    assert place.run(TRAIN, "--config", "my file", srun=srun) == (code, "")
-    assert place.calls("srun")[0].endswith("odc-mpi train --config my file")
-    assert place.calls("scontrol") == []
+DEAF = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
+SAVED = f"(sleep 0.2; kill -TERM $$) & {UNTIL_SIGNALED.replace('USR1', 'TERM')}"
 
 
-@pytest.mark.parametrize("srun", ['touch "$ODC_MPI_STOPPED_FILE"', "exit 75"])
-def test_a_stopped_job_queues_again(place, srun):
-    assert place.run(TRAIN, srun=srun)[0] == 75
-    assert place.calls("scontrol") == ["requeue 12"]
-    assert not list(place.path.glob(".*stopped"))
-
-
-def test_ranks_that_start_while_the_job_is_stopped_find_a_file(place):
-    deaf = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
-    assert place.signal(signal.SIGUSR1, srun=deaf) == 75
-    assert place.calls("scontrol") == ["requeue 12"]
+@pytest.mark.parametrize(
+    ("signals", "env", "code", "requeued", "last_step"),
+    [
+        *(((), {"srun": srun}, code, False, "") for srun, code in (("true", 0), ("exit 7", 7), ("exit 138", 138))),
+        *(((), {"srun": srun}, 75, True, "") for srun in ('touch "$ODC_MPI_STOPPED_FILE"', "exit 75")),
+        # Ranks that start while the job is stopped find a file; ranks are notified once.
+        ((signal.SIGUSR1,), {"srun": DEAF}, 75, True, ""),
+        ((signal.SIGUSR1, signal.SIGUSR1), {"srun": UNTIL_SIGNALED}, 75, True, ""),
+        # A canceled job leaves no files; here the ranks have removed the copies.
+        *(((signal.SIGTERM,), {"srun": SAVED, **staged}, 143, False, "") for staged in ({}, STAGED)),
+        # Signals while the data set is copied: nothing is trained.
+        ((signal.SIGUSR1,), {"sbcast": COPYING, **STAGED}, 75, True, REMOVED),
+        ((signal.SIGTERM,), {"sbcast": COPYING, **STAGED}, 143, False, REMOVED),
+        # A run that fails leaves no copy.
+        ((), {"srun": "exit 2", **STAGED}, 2, False, REMOVED),
+    ],
+)
+def test_how_a_job_ends(place, signals, env, code, requeued, last_step):
+    assert (place.signal(*signals, **env) if signals else place.run(TRAIN, **env)[0]) == code
+    assert place.calls("scontrol") == ["requeue 12"] * requeued
+    steps = place.calls("srun")
+    assert steps[-1].endswith(last_step) and (len(steps) == 1 or "exit 2" in env.get("srun", ""))
     assert not list(place.path.glob(".*stop*"))
 
 
-@pytest.mark.parametrize("staged", [{}, STAGED])
-def test_a_canceled_job_leaves_no_files(place, staged):
-    saved = UNTIL_SIGNALED.replace("USR1", "TERM")
-    assert place.signal(signal.SIGTERM, srun=f"(sleep 0.2; kill -TERM $$) & {saved}", **staged) == 143
-    assert place.calls("scontrol") == []
-    assert len(place.calls("srun")) == 1, "the ranks have removed the copies"
-    assert not list(place.path.glob(".*stop*"))
-
-
-def test_ranks_get_the_environment_of_the_script(place):
-    assert place.run(TRAIN, srun='[ "$SLURM_EXPORT_ENV" = ALL ]', SLURM_EXPORT_ENV="NONE") == (0, "")
+def test_ranks_get_the_arguments_and_the_environment_of_the_script(place):
+    ended = place.run(TRAIN, "--config", "my file", srun='[ "$SLURM_EXPORT_ENV" = ALL ]', SLURM_EXPORT_ENV="NONE")
+    assert ended == (0, "") and place.calls("srun")[0].endswith("odc-mpi train --config my file")
 
 
 def test_a_number_without_settings_does_not_train(place):
@@ -117,43 +117,15 @@ def test_a_number_without_settings_does_not_train(place):
     assert place.calls("srun") == []
 
 
-def test_the_ranks_are_notified_once(place):
-    assert place.signal(signal.SIGUSR1, signal.SIGUSR1, srun=UNTIL_SIGNALED) == 75
-    assert place.calls("scontrol") == ["requeue 12"]
-
-
-def test_a_signal_while_the_data_set_is_copied(place):
-    assert place.signal(signal.SIGUSR1, sbcast=COPYING, **STAGED) == 75
-    assert place.calls("scontrol") == ["requeue 12"]
-    (call,) = place.calls("srun")
-    assert call.endswith(REMOVED), "nothing is trained"
-
-
-def test_the_copy_is_used_for_training(place):
-    srun = '[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]'
+def test_the_copy_is_used_for_training_and_removed_if_the_ranks_cannot(place):
+    srun, left = '[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]', place.path / "12-data"
     assert place.run(TRAIN, "--config", "c", srun=srun, **STAGED) == (0, "")
     assert place.calls("sbcast") == ["--force data of mine.h5 /local/12-data of mine.h5"]
     (call,) = place.calls("srun")
     assert call.endswith("--config c --data.path /local/12-data of mine.h5")
-
-
-def test_a_run_that_fails_leaves_no_copy(place):
-    assert place.run(TRAIN, srun="exit 2", **STAGED)[0] == 2
-    assert place.calls("srun")[-1].endswith(REMOVED)
-
-
-def test_a_copy_that_the_ranks_cannot_remove_is_removed(place):
-    data = place.path / "data"
-    left = place.path / "12-data"
-    assert place.run(TRAIN, sbcast=f"touch '{left}'", STAGE=str(place.path), DATA=str(data)) == (0, "")
-    assert not left.exists()
-    assert place.calls("srun")[-1].endswith(f"rm -f {left}")
-
-
-def test_a_job_canceled_while_it_copies_leaves_nothing(place):
-    assert place.signal(signal.SIGTERM, sbcast=COPYING, **STAGED) == 143
-    assert place.calls("srun")[-1].endswith(REMOVED)
-    assert place.calls("scontrol") == []
+    staged = {"STAGE": str(place.path), "DATA": str(place.path / "data")}
+    assert place.run(TRAIN, sbcast=f"touch '{left}'", **staged) == (0, "")
+    assert not left.exists() and place.calls("srun")[-1].endswith(f"rm -f {left}")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def loss(module, lengths):
     return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[1:])
 
 
-LENGTHS = ((5, 9), (11,), (3, 4, 5), (20, 1))
+LENGTHS = ((5, 9), (11,), (3, 4, 5))
 #: Graphs per layer: four around its attention and one around those, first for one length, then for any.
 NUM_GRAPHS = 10
 
@@ -58,7 +58,7 @@ def assert_same_training(num_layers, rtol, atol):
 
 
 def test_layers_and_lengths_share_graphs_and_compute_as_before(backend):
-    assert_same_training(3, rtol=0, atol=0)
+    assert_same_training(2, rtol=0, atol=0)
     assert 0 < backend.frame_count <= NUM_GRAPHS
 
 

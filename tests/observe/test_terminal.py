@@ -107,12 +107,7 @@ class TestClosingTable:
         summary.add(STEP | {"loss": 7.0})
         text = self.render({**summary.finish(RUN_INFO), "run_dir": "runs/[bold]x"})
         parts = (
-            "steps 2 (0 skipped)",
-            "8.2500 -> 7.0000",
-            "2,000, 2,000 per second",
-            "25.0%",
-            "3.0 MiB",
-            "fetch 0.02 s",
+            *("steps 2 (0 skipped)", "8.2500 -> 7.0000", "2,000, 2,000 per second", "25.0%", "3.0 MiB", "fetch 0.02 s"),
         )
         parts += ("push 0.04 s", "step end 0.06 s", "minibatch 3", "MPICH 5.0", "run directory runs/[bold]x")
         assert [part for part in parts if part not in text] == []

@@ -1,4 +1,4 @@
-"""A kept report is used for a week on the same stack; whatever is wrong with it, there is none."""
+"""Samples of a probe, and a kept report: used for a week on the same stack, and never if anything is wrong with it."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from user_errors import refused
 
 from odc_mpi.probe import cache
 from odc_mpi.probe.report import ProbeReport
+from odc_mpi.probe.trial import repeat_for
 
 KEY = {"library": "MPICH 5.0.2", "settings": {"FI_PROVIDER": "tcp"}, "ranks": [[0, "a"], [1, "b"]]}
 REPORT = ProbeReport(library="MPICH 5.0.2", nodes=2, ranks_per_node=(1, 1), shm_bytes=7)
@@ -80,18 +81,6 @@ def change_stored(home, change):
         lambda report: report["peers"].update(same_node={"get": None}),
         lambda report: report["shared_memory"].pop("load_s"),
     ],
-    ids=[
-        "a missing field",
-        "an unknown field",
-        "a number",
-        "a text",
-        "no list",
-        "no object",
-        "no number",
-        "a list",
-        "missing operations",
-        "a missing result",
-    ],
 )
 def test_a_changed_report_is_none(home, change):
     change_stored(home, lambda kept: change(kept["report"]))
@@ -113,7 +102,6 @@ def test_it_expires_after_a_week_unless_a_reader_keeps_it_longer(home, age_s, fo
 @pytest.mark.parametrize(
     "content",
     [b"\xff\xfe", b"[]", b"{}", b'{"time_s": "now"}', b"[" * 100_000],
-    ids=["no text", "a list", "an empty object", "a wrong type", "a deep list"],
 )
 def test_a_damaged_file_is_no_report(home, content):
     cache.store(KEY, REPORT)
@@ -144,3 +132,16 @@ def test_settings_are_those_that_change_what_the_library_does(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
     monkeypatch.setenv("PMIX_RANK", "3")
     assert cache.stack_key("MPICH")["settings"] == {"FI_PROVIDER": "tcp", "OMPI_MCA_osc": "^ucx", "UCX_TLS": "tcp"}
+
+
+def test_samples_until_the_time_is_over(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("odc_mpi.probe.trial.time.perf_counter", lambda: now[0])
+
+    def sample():
+        now[0] += 0.4
+        return now[0]
+
+    assert repeat_for(1.0, sample) == pytest.approx([0.4, 0.8, 1.2])
+    assert len(repeat_for(1.0, sample, max_repeats=2)) == 2
+    assert len(repeat_for(0.0, sample)) == 1, "one sample even without time"

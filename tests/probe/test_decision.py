@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from user_errors import refused
+from user_errors import refused, says
 
 from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
@@ -19,6 +19,9 @@ NO_ANSWER = OperationResult()
 NODE = Peer(FAST, FAST, FAST, FAST)
 #: As MPICH over TCP: all wait, sums as fast as anything.
 TCP = Peer(WAITS, WAITS, WAITS, WAITS)
+
+
+FULL = "a full mailbox delays other ranks until its owner adds the gradients"
 
 
 def report(same_node=NODE, other_node=None, **changes):
@@ -38,94 +41,73 @@ def choices(decision):
     return tuple(made["choice"] for name, made in decision.to_dict().items() if name != "node_cache")
 
 
-@pytest.mark.parametrize(
-    ("found", "wanted"),
-    [
-        (report(), ("accumulate", "off")),
-        (report(None), ("mailbox", "off")),
-        (report(None, TCP), ("accumulate", "thread")),
-        (report(other_node=replace(TCP, get=FAST)), ("accumulate", "thread")),
-        (report(other_node=replace(NODE, put=WAITS)), ("accumulate", "off")),
-        (report(other_node=replace(NODE, fetch_and_op=NO_ANSWER)), ("accumulate", "thread")),
-        (report(replace(NODE, fetch_and_op=WAITS)), ("accumulate", "off")),
-    ],
-    ids=[
-        *("one node", "one rank", "a rank per node", "only Get", "only Put waits"),
-        *("tickets gave no answer", "tickets on a node"),
-    ],
-)
-def test_what_is_used(found, wanted):
-    assert choices(decide(found)) == ("allocate_shared", "on", *wanted)
-
-
-def test_a_ticket_that_waits_is_the_reason_for_the_thread():
-    made = decide(report(other_node=TCP))
-    assert made.progress.reason == "Get from a peer on the other node waits for the target: 3.1 s against 0.2 ms idle"
-    assert made.to_dict()["progress"] == {"choice": "thread", "reason": made.progress.reason}
-    assert made.one_line() == "zero-copy on, gradients by MPI_Accumulate, progress thread", "reasons are the doctor's"
-    made = decide(report(other_node=replace(NODE, fetch_and_op=WAITS))).progress
-    assert made.reason == "Fetch_and_op to a peer on the other node waits for the target: 3.1 s against 0.2 ms idle"
-    assert decide(report(other_node=NODE)).progress.reason == (
-        "Get, Accumulate and Fetch_and_op are one-sided towards all peers"
-    )
-    assert decide(report()).progress.reason == "Get and Accumulate are one-sided towards all peers"
-
-
-@pytest.mark.parametrize(("gb_per_s", "wanted"), [(0.25, "accumulate"), (0.24, "mailbox"), (0.0, "mailbox")])
-def test_accumulate_has_a_quarter_of_puts_bandwidth(gb_per_s, wanted):
-    made = decide(report(other_node=replace(TCP, accumulate=replace(WAITS, gb_per_s=gb_per_s)))).reduction
-    assert made.value == wanted
-    assert f"{gb_per_s:.2g} GB/s, Put 1" in made.reason
-
-
-def test_a_mailbox_needs_a_thread_even_if_puts_and_gets_are_one_sided():
-    full = "a full mailbox delays other ranks until its owner adds the gradients"
-    slow_sum = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.01)
-    one_sided_puts = replace(NODE, accumulate=slow_sum)
-    made = decide(report(other_node=one_sided_puts))
-    assert choices(made)[2:] == ("mailbox", "thread") and made.progress.reason == full
-    assert choices(decide(report(other_node=replace(one_sided_puts, put=WAITS))))[2:] == ("mailbox", "thread")
-    without = decide(report(), CommConfig(reduction="mailbox", progress="off"))
-    assert f"no progress thread (set by comm.progress; warning: {full})" in without.one_line()
-    serialized = replace(report(), thread_level="MPI_THREAD_SERIALIZED")
-    line = decide(serialized, CommConfig(reduction="mailbox")).one_line()
-    assert f"(warning: {full}, but a thread requires MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED)" in line
-    # Accumulate, if set all the same, needs a thread that makes progress.
-    wanted = decide(report(other_node=one_sided_puts), CommConfig(reduction="accumulate"))
-    assert choices(wanted)[2:] == ("accumulate", "thread")
-
-
-def test_no_answer_counts_against_an_operation():
-    assert choices(decide(report(replace(NODE, get=NO_ANSWER)))) == ("allocate_shared", "on", "accumulate", "thread")
-    assert choices(decide(report(replace(NODE, accumulate=NO_ANSWER))))[2:] == ("mailbox", "thread")
-    neither = decide(report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER)))
-    assert choices(neither)[2:] == ("accumulate", "thread")
-    assert "no answer" in neither.reduction.reason
-    unsure = decide(report(replace(NODE, accumulate=replace(FAST, one_sided=None))))
-    assert choices(unsure)[2:] == ("accumulate", "thread")
-    assert choices(decide(ProbeReport())) == ("allocate", "off", "mailbox", "off")
-
-
-def test_a_peer_that_gave_no_answer_at_all_is_still_there():
-    """As when a library crashes in the first operation that it is asked for."""
-    made = decide(replace(report(None, NODE), peers=Peers()))
-    assert choices(made)[2:] == ("accumulate", "thread")
-    assert made.reduction.reason == "Accumulate to a peer on the other node gave no answer, nor did Put"
-    assert made.progress.reason == "Get from a peer on the other node gave no answer"
+SLOW_SUM = replace(NODE, accumulate=OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.01))
+SINGLE = replace(report(other_node=TCP), thread_level="MPI_THREAD_SERIALIZED")
+ON = "allocate_shared on"
 
 
 @pytest.mark.parametrize(
-    ("shared", "words"),
+    ("found", "settings", "wanted", "reasons"),
     [
-        (SharedMemory(), "no answer"),
-        (SharedMemory(readable=False, contiguous=True), "read"),
-        (SharedMemory(readable=True, contiguous=False), "not contiguous"),
+        # One node, one rank, a rank per node.
+        (report(), {}, f"{ON} accumulate off", {"progress": "Get and Accumulate are one-sided towards all"}),
+        (report(None), {}, f"{ON} mailbox off", {}),
+        (report(None, TCP), {}, f"{ON} accumulate thread", {}),
+        # A ticket that waits is a reason for the thread.
+        (report(other_node=TCP), {}, f"{ON} accumulate thread", {"progress": "Get...other node...3.1 s against 0.2"}),
+        (report(other_node=replace(TCP, get=FAST)), {}, f"{ON} accumulate thread", {}),
+        (report(other_node=NODE), {}, f"{ON} accumulate off", {"progress": "Get, Accumulate and Fetch_and_op are"}),
+        (report(other_node=replace(NODE, put=WAITS)), {}, f"{ON} accumulate off", {}),
+        (report(other_node=replace(NODE, fetch_and_op=WAITS)), {}, "thread", {"progress": "Fetch_and_op...other node"}),
+        (report(other_node=replace(NODE, fetch_and_op=NO_ANSWER)), {}, f"{ON} accumulate thread", {}),
+        (report(replace(NODE, fetch_and_op=WAITS)), {}, f"{ON} accumulate off", {}),
+        # Accumulate has a quarter of Put's bandwidth.
+        *((report(other_node=replace(TCP, accumulate=replace(WAITS, gb_per_s=speed))), {}, f"{wanted} thread",
+           {"reduction": f"{speed:.2g} GB/s, Put 1"})
+          for speed, wanted in ((0.25, "accumulate"), (0.24, "mailbox"), (0.0, "mailbox"))),
+        # A mailbox needs a thread even if puts and gets are one-sided; so does Accumulate, if set all the same.
+        (report(other_node=SLOW_SUM), {}, "mailbox thread", {"progress": FULL}),
+        (report(other_node=replace(SLOW_SUM, put=WAITS)), {}, "mailbox thread", {}),
+        (report(other_node=SLOW_SUM), {"reduction": "accumulate"}, "accumulate thread", {}),
+        (report(), {"reduction": "mailbox", "progress": "off"}, "mailbox off", {"progress": f"comm.progress...{FULL}"}),
+        (replace(report(), thread_level="MPI_THREAD_SERIALIZED"), {"reduction": "mailbox"}, "mailbox off",
+         {"progress": f"warning: {FULL}...MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED"}),
+        (SINGLE, {}, "off", {"progress": "warning...MPI_THREAD_MULTIPLE...SERIALIZED"}),
+        # No answer counts against an operation. A peer that gave no answer at all is still there, as after a crash.
+        (report(replace(NODE, get=NO_ANSWER)), {}, f"{ON} accumulate thread", {}),
+        (report(replace(NODE, accumulate=NO_ANSWER)), {}, "mailbox thread", {}),
+        (report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER)), {}, "accumulate thread", {"reduction": "no ans"}),
+        (report(replace(NODE, accumulate=replace(FAST, one_sided=None))), {}, "accumulate thread", {}),
+        (ProbeReport(), {}, "allocate off mailbox off", {}),
+        (replace(report(None, NODE), peers=Peers()), {}, "accumulate thread",
+         {"reduction": "Accumulate...other node gave no answer, nor did Put", "progress": "Get...gave no answer"}),
+        # Without shared memory there is no zero-copy.
+        *((replace(report(), shared_memory=shared), {}, "allocate off accumulate off",
+           {"zero_copy": words, "window": words})
+          for shared, words in (
+              (SharedMemory(), "no answer"),
+              (SharedMemory(readable=False, contiguous=True), "read"),
+              (SharedMemory(readable=True, contiguous=False), "not contiguous"),
+          )),
+        # Settings win.
+        (report(other_node=TCP), {"zero_copy": "off", "reduction": "mailbox", "progress": "off"},
+         "allocate off mailbox off", {"zero_copy": "set by comm.zero_copy", "reduction": "set by comm.reduction"}),
+        (report(), {"progress": "off"}, "off", {"progress": "set by comm.progress"}),
+        (report(), {"progress": "thread"}, "thread", {}),
     ],
-)
-def test_without_shared_memory_there_is_no_zero_copy(shared, words):
-    made = decide(replace(report(), shared_memory=shared))
-    assert choices(made)[:2] == ("allocate", "off")
-    assert words in made.zero_copy.reason and words in made.window.reason
+)  # fmt: skip
+def test_what_is_used_and_why(found, settings, wanted, reasons):
+    made = decide(found, CommConfig(**settings))
+    assert f" {' '.join(choices(made))}".endswith(f" {wanted}")
+    for name, words in reasons.items():
+        says(getattr(made, name).reason, words)
+        assert made.to_dict()[name] == {"choice": getattr(made, name).value, "reason": getattr(made, name).reason}
+
+
+def test_one_line_has_the_choices_and_warnings():
+    assert decide(report(other_node=TCP)).one_line() == "zero-copy on, gradients by MPI_Accumulate, progress thread"
+    for found in (report(), replace(report(), thread_level="MPI_THREAD_SERIALIZED")):
+        assert FULL in decide(found, CommConfig(reduction="mailbox", progress="off")).one_line()
 
 
 @pytest.mark.parametrize(
@@ -143,15 +125,6 @@ def test_a_node_shares_what_it_fetches_if_it_has_several_ranks_that_read_its_mem
     made = decide(found, CommConfig(**settings))
     assert f"{made.node_cache.value}: {made.node_cache.reason}".startswith(wanted)
     assert made.comm.node_cache == ("auto" if wanted == "on" else "off")
-
-
-def test_settings_win():
-    made = decide(report(other_node=TCP), CommConfig(zero_copy="off", reduction="mailbox", progress="off"))
-    assert choices(made) == ("allocate", "off", "mailbox", "off")
-    assert made.zero_copy.reason == "set by comm.zero_copy"
-    assert made.reduction.reason == "set by comm.reduction"
-    assert decide(report(), CommConfig(progress="off")).progress.reason == "set by comm.progress"
-    assert decide(report(), CommConfig(progress="thread")).progress.value == "thread"
 
 
 @pytest.mark.parametrize(
@@ -177,11 +150,7 @@ def test_sizes_may_have_units():
 
 
 def test_a_thread_needs_to_be_allowed():
-    single = replace(report(other_node=TCP), thread_level="MPI_THREAD_SERIALIZED")
-    made = decide(single).progress
-    assert made.value == "off"
-    assert "warning" in made.reason and "MPI_THREAD_MULTIPLE" in made.reason and "SERIALIZED" in made.reason
-    refused("comm.progress: thread requires MPI_THREAD_MULTIPLE", decide, single, CommConfig(progress="thread"))
+    refused("comm.progress: thread requires MPI_THREAD_MULTIPLE", decide, SINGLE, CommConfig(progress="thread"))
 
 
 def test_a_report_travels_as_json():
@@ -193,12 +162,8 @@ def test_a_report_travels_as_json():
 @pytest.mark.parametrize(
     ("name", "reduction", "refused"),
     [
-        ("get", "auto", True),
-        ("accumulate", "auto", False),
-        ("accumulate", "accumulate", True),
-        ("put", "auto", False),
-        ("put", "mailbox", True),
-        ("fetch_and_op", "auto", False),
+        *(("get", "auto", True), ("accumulate", "auto", False), ("accumulate", "accumulate", True)),
+        *(("put", "auto", False), ("put", "mailbox", True), ("fetch_and_op", "auto", False)),
     ],
 )
 def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):

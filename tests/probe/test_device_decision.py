@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from user_errors import refused
+from user_errors import refused, says
 
 from odc_mpi.comm.settings import CommConfig
 from odc_mpi.errors import UserError
@@ -60,33 +60,65 @@ def test_every_combination_of_what_is_proved(answered, kind):
         assert (decision.window.value, decision.zero_copy.value) == ("create", "off")
 
 
-def test_without_a_verdict_the_host_is_used_and_a_line_suggests_the_probe():
-    found = replace(report(), device=None)
-    decision = made(found)
-    assert choices(decision) == ("cpu", "accumulate")
-    assert decision.window_device.reason.endswith(RUN_DOCTOR)
+CRASH = "crashed (SIGSEGV on rank 1)"
+SLOW = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.1)
+UNTRIED = replace(report(), device=None)
+ALONE = replace(report(None), ranks_per_node=(1,), peers=Peers())
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "wanted", "reasons"),
+    [
+        # Without a verdict the host is used, and a line suggests the probe.
+        (UNTRIED, {}, "cpu accumulate", {"window_device": RUN_DOCTOR}),
+        (report(Peer()).with_problem("device same_node get", CRASH), {}, "cpu accumulate", {"window_device": CRASH}),
+        (report(Peer(get=FAST, put=FAST), own_accumulate=None).with_problem("device same_node accumulate", CRASH), {},
+         "cuda mailbox", {"reduction": f"Accumulate with a peer on the same node, on GPUs: {CRASH}"}),
+        (report(window=None).with_problem("device memory", "CuPy does not import"), {}, "cpu",
+         {"window_device": "cannot be created (device memory: CuPy does not import)"}),
+        (report(window=None), {}, "cpu", {"window_device": "no answer"}),
+        # Who insists is warned where nothing is proved; it is not known whether they wait.
+        (UNTRIED, {"window_device": "cuda"}, "cuda mailbox thread",
+         {"window_device": f"set by comm.window_device; warning: ...{RUN_DOCTOR}"}),
+        (report(), {"window_device": "cuda"}, "cuda accumulate", {"window_device": "set by comm.window_device"}),
+        (report(Peer(get=FAST, put=FAST)), {"window_device": "cuda", "reduction": "accumulate"}, "cuda accumulate",
+         {"window_device": "warning: Accumulate with a peer"}),
+        # Accumulate has to work in the own window, and is compared with Put.
+        *((report(own_accumulate=works), {}, "cuda mailbox", {}) for works in (False, None)),
+        (report(Peer(get=FAST, accumulate=FAST), own_accumulate=False), {}, "cpu", {}),
+        (report(replace(PROVED, accumulate=SLOW)), {}, "cuda mailbox", {"reduction": "0.1 GB/s, Put 10"}),
+        # A way that is slower than by the host is not taken.
+        (report(replace(PROVED, get=replace(FAST, gb_per_s=2.5))), {}, "cuda", {}),
+        (report(replace(PROVED, get=replace(FAST, gb_per_s=2.4))), {}, "cpu",
+         {"window_device": "Get from a peer on the same node moves 2.4 GB/s between GPUs, 10 between hosts"}),
+        # A thread serves where devices wait, or tickets, which are drawn from the host's memory.
+        (report(), {}, "cuda accumulate off", {}),
+        (report(Peer(get=WAITS, put=FAST, accumulate=FAST)), {}, "cuda accumulate thread",
+         {"progress": "3.1 s against 0.2 ms"}),
+        (replace(report(other_node=PROVED), peers=Peers(ALL, replace(ALL, fetch_and_op=WAITS))), {},
+         "cuda accumulate thread", {}),
+        # Alone a rank needs nothing of MPI and no probe; with zero_copy off: in windows, which were not tried.
+        (ALONE, {}, "cuda mailbox off", {}),
+        (replace(ALONE, device=None), {}, "cuda mailbox", {}),
+        *((replace(ALONE, device=None), settings, "cpu", {})
+          for settings in ({"window_device": "cpu"}, {"zero_copy": "off"})),
+    ],
+)  # fmt: skip
+def test_where_windows_are_and_why(found, settings, wanted, reasons):
+    decision = made(found, **settings)
+    assert " ".join((*choices(decision), decision.progress.value)).startswith(wanted)
+    for name, words in reasons.items():
+        says(getattr(decision, name).reason, words)
+    assert ("warning" in decision.window_device.reason) == ("warning" in str(reasons))
+
+
+def test_all_else_is_as_without_a_gpu_where_nothing_was_tried_and_windows_there_are_not_mentioned_without_one():
+    decision, without = made(UNTRIED), decide(report())
     assert f"windows in host memory (windows on GPUs were not tried: {RUN_DOCTOR})" in decision.one_line()
-    assert replace(decision, window_device=None) == decide(found), "all else is as without a GPU"
-
-
-def test_without_a_gpu_windows_there_are_not_mentioned():
-    decision = decide(report())
-    assert decision.window_device is None
-    assert decision.to_dict().keys() == {"window", "zero_copy", "reduction", "progress", "node_cache"}
-    assert "windows" not in decision.one_line()
-
-
-def test_a_crash_is_the_reason():
-    crash = "crashed (SIGSEGV on rank 1)"
-    found = report(Peer(get=FAST, put=FAST), own_accumulate=None)
-    found = found.with_problem("device same_node accumulate", crash)
-    decision = made(found)
-    assert choices(decision) == ("cuda", "mailbox")
-    assert decision.reduction.reason == f"Accumulate with a peer on the same node, on GPUs: {crash}"
-    found = report(Peer()).with_problem("device same_node get", crash)
-    decision = made(found)
-    assert choices(decision) == ("cpu", "accumulate")
-    assert crash in decision.window_device.reason
+    assert replace(decision, window_device=None) == decide(UNTRIED) and without.window_device is None
+    assert without.to_dict().keys() == {"window", "zero_copy", "reduction", "progress", "node_cache"}
+    assert "windows" not in without.one_line() and RUN_DOCTOR not in made(replace(ALONE, device=None)).one_line()
+    assert made(replace(ALONE, device=None)).zero_copy.value == "on"
 
 
 @pytest.mark.parametrize(
@@ -109,70 +141,6 @@ def test_wrong_data_between_devices_is_no_matter_where_windows_are_on_the_host()
     on_host = report().with_problem("same_node get", WRONG)
     require_correct_data(on_host, made(on_host))
     refused("Get ... wrong data ... another MPI", require_correct_data, on_host, made(on_host, window_device="cpu"))
-
-
-def test_who_insists_is_warned_where_nothing_is_proved():
-    decision = made(replace(report(), device=None), window_device="cuda")
-    assert choices(decision) == ("cuda", "mailbox")
-    assert decision.window_device.reason == (
-        f"set by comm.window_device; warning: windows on GPUs were not tried: {RUN_DOCTOR}"
-    )
-    assert decision.progress.value == "thread", "it is not known whether they wait"
-    assert made(report(), window_device="cuda").window_device.reason == "set by comm.window_device"
-    wanted = made(report(Peer(get=FAST, put=FAST)), window_device="cuda", reduction="accumulate")
-    assert choices(wanted) == ("cuda", "accumulate")
-    assert "warning: Accumulate with a peer" in wanted.window_device.reason
-
-
-def test_accumulate_has_to_work_in_the_own_window():
-    assert choices(made(report(own_accumulate=False))) == ("cuda", "mailbox")
-    assert choices(made(report(own_accumulate=None))) == ("cuda", "mailbox")
-    nothing_else = report(Peer(get=FAST, accumulate=FAST), own_accumulate=False)
-    assert choices(made(nothing_else))[0] == "cpu"
-
-
-def test_the_reason_is_reported_if_no_window_can_be_created():
-    found = report(window=None).with_problem("device memory", "CuPy does not import")
-    assert made(found).window_device.reason == (
-        "windows on GPUs cannot be created (device memory: CuPy does not import)"
-    )
-    assert "no answer" in made(report(window=None)).window_device.reason
-
-
-def test_accumulate_is_compared_with_put():
-    slow = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.1)
-    decision = made(report(replace(PROVED, accumulate=slow)))
-    assert choices(decision) == ("cuda", "mailbox")
-    assert "0.1 GB/s, Put 10" in decision.reduction.reason
-
-
-@pytest.mark.parametrize(("gb_per_s", "wanted"), [(2.5, "cuda"), (2.4, "cpu")])
-def test_a_way_that_is_slower_than_by_the_host_is_not_taken(gb_per_s, wanted):
-    decision = made(report(replace(PROVED, get=replace(FAST, gb_per_s=gb_per_s))))
-    assert decision.window_device.value == wanted
-    assert wanted == "cuda" or decision.window_device.reason == (
-        "Get from a peer on the same node moves 2.4 GB/s between GPUs, 10 between hosts"
-    )
-
-
-def test_a_thread_serves_where_devices_wait():
-    decision = made(report(Peer(get=WAITS, put=FAST, accumulate=FAST)))
-    assert (decision.window_device.value, decision.progress.value) == ("cuda", "thread")
-    assert "3.1 s against 0.2 ms" in decision.progress.reason
-    assert made(report()).progress.value == "off"
-    tickets = replace(report(other_node=PROVED), peers=Peers(ALL, replace(ALL, fetch_and_op=WAITS)))
-    assert made(tickets).progress.value == "thread", "tickets are drawn from the host's memory"
-
-
-def test_alone_a_rank_needs_nothing_of_mpi_and_no_probe():
-    single_rank = replace(report(None), ranks_per_node=(1,), peers=Peers())
-    assert choices(made(single_rank)) == ("cuda", "mailbox")
-    assert made(single_rank).progress.value == "off"
-    untried = replace(single_rank, device=None)
-    assert choices(made(untried)) == ("cuda", "mailbox") and made(untried).zero_copy.value == "on"
-    assert RUN_DOCTOR not in made(untried).one_line()
-    for settings in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
-        assert choices(made(untried, **settings))[0] == "cpu"
 
 
 def test_settings_that_do_not_go_together():

@@ -1,4 +1,4 @@
-"""Rewards are TRL's: arguments and results of the functions, their outcome, and one line for any error."""
+"""Rewards are TRL's: arguments and results of the functions, their outcome, one line for any error; reward models."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
+from tiny_qwen2 import SIZES
 from user_errors import refused
 
-from odc_mpi.errors import UserError
+from odc_mpi.data.tokenizer import train_tokenizer
+from odc_mpi.models.heads import ENDS_WITH_TURN
 from odc_mpi.rollout.rewards import (
     GroupRewards,
     RewardFunction,
@@ -124,30 +127,26 @@ async def one_reward(completions):
     return [1.0]
 
 
+LATE = "did not return within rl.reward_timeout_s, 0.2 s"
+
+
 @pytest.mark.parametrize(
     ("function", "words", "num_failed"),
     [
         (lambda completions: {}["answer"], "it raised KeyError: 'answer'", 4),
-        (hangs, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
-        (tries_again, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
-        (catches_all, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
-        (lambda completions: sys.exit("no model"), "it raised SystemExit: no model", 4),
-        (waits_forever, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
-        (exits, "it raised SystemExit: no model", 4),
-        (one_reward, "expected 4 rewards, one for each completion, got 1", 4),
-        (lambda completions: [1.0], "expected 4 rewards, one for each completion, got 1", 4),
+        *((function, LATE, 4) for function in (hangs, tries_again, catches_all, waits_forever)),
+        *((each, "raised SystemExit: no model", 4) for each in (exits, lambda completions: sys.exit("no model"))),
+        *((each, "expected 4 rewards...got 1", 4) for each in (one_reward, lambda completions: [1.0])),
         (lambda completions: [1.0, math.nan, 3.0, "much"], "got nan for completion 1", 2),
         (lambda completions: 3, "expected a list of 4 numbers, got int", 4),
         (lambda completions: torch.tensor(1.0), "expected a list of 4 numbers, got Tensor", 4),
         (lambda completions: dict.fromkeys(completions, 1.0), "expected a list of 4 numbers, got dict", 4),
-        (blocks, "it did not return within rl.reward_timeout_s, 0.2 s", 4),  # last, because it blocks the event loop
+        (blocks, LATE, 4),  # last, because it blocks the event loop
     ],
 )
 def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed, capfd):
-    with pytest.raises(UserError) as raised:
-        scored(function, timeout_s=0.2)
-    assert f"reward function mine.py:{function.__name__}, prompt 7, rank 3: " in str(raised.value)
-    assert words in str(raised.value) and "\n" not in str(raised.value)
+    named = f"reward function mine.py:{function.__name__}, prompt 7, rank 3: ..."
+    refused(named + words, scored, function, timeout_s=0.2)
     found = scored(function, timeout_s=0.2, skip=True)
     assert found.num_failed == np.isnan(found.rewards).sum() == num_failed
     assert "WARNING: reward function mine.py" in capfd.readouterr().err
@@ -206,32 +205,21 @@ def judged_in_training(completions, answer, *rest, trainer_state, **columns):
 @pytest.mark.parametrize(
     ("function", "columns", "words"),
     [
-        (
-            judged_in_training,
-            {"answer": None, "n": None},
-            "missing .*'trainer_state': .*completion_ids and .* data.path .answer, n.",
-        ),
-        (
-            judged_in_training,
-            {"trainer_state": None},
-            "missing .*'answer': .* .trainer_state.",
-        ),
-        (judged_by_position, {}, "'completions'.* positional.only"),
+        (judged_in_training, {"answer": 0, "n": 0}, "'trainer_state': ...completion_ids and ... data.path (answer, n)"),
+        (judged_in_training, {"trainer_state": None}, "'answer': ...(trainer_state)"),
+        (judged_by_position, {}, "'completions'...positional"),
         (one_reward, {}, None),
         (lambda prompts, completion_ids, n=3, *rest, log_extra=None, **columns: [], {}, None),
         (max, {}, None),  # without a signature
     ],
 )
 def test_arguments_that_do_not_exist_are_reported(function, columns, words):
+    sources = {"data.path": SimpleNamespace(columns=columns)}
     if words is None:
-        check_arguments(as_rewards(function), {"data.path": SimpleNamespace(columns=columns)})
+        check_arguments(as_rewards(function), sources)
     else:
-        refused(
-            f"rl.reward_funcs: mine.py:{function.__name__}: {words}",
-            check_arguments,
-            as_rewards(function),
-            {"data.path": SimpleNamespace(columns=columns)},
-        )
+        named = f"rl.reward_funcs: mine.py:{function.__name__}: ...{words}"
+        refused(named, check_arguments, as_rewards(function), sources)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -242,14 +230,81 @@ def test_equal_rewards_have_no_advantages(scaled):
 
 def test_arrays_and_tensors_are_lists_of_rewards():
     wanted = [0.0, 1.0, 2.0, 3.0]
-    for function in (
-        lambda completions: np.arange(4),
-        lambda completions: torch.arange(4),
-        lambda completions: range(4),
-    ):
-        assert scored(function).rewards.tolist() == wanted
+    for kind in (np.arange, torch.arange, range):
+        assert scored(lambda completions, kind=kind: kind(4)).rewards.tolist() == wanted
 
 
 def test_none_leaves_out_a_function_for_a_completion():
     found = scored(lambda completions: [None, 1, 2, None], lambda completions: [None, None, 3, 4], weights=[2.0, 10.0])
     np.testing.assert_array_equal(found.rewards, [math.nan, 2, 34, 40])
+
+
+PAIRS = {"prompts": ["the sky is ", "a b "], "completions": ["blue", "c and d and e"]}
+CHATS = {
+    "prompts": [[{"role": "user", "content": text}] for text in PAIRS["prompts"]],
+    "completions": [[{"role": "assistant", "content": text}] for text in PAIRS["completions"]],
+}
+
+
+def write_model(path, auto_class=transformers.AutoModelForSequenceClassification, **changes):
+    tokenizer = train_tokenizer(iter(PAIRS["prompts"] * 20), 300)
+    torch.manual_seed(1)
+    settings = SIZES | {"vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": tokenizer.pad_token_id} | changes
+    model = auto_class.from_config(transformers.AutoConfig.for_model("qwen2", **settings))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model.eval(), tokenizer
+
+
+def score_all(path, arguments):
+    [function] = functions = load_reward_functions([str(path)], None)
+    assert function.name == path.name
+    return compute_rewards(functions, {**arguments, "wanted": [1, 2]}, 0, 0, timeout_s=60.0, skip=False).rewards
+
+
+def score(model, tokenizer, *texts):
+    ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return model(torch.tensor([ids])).logits.item()
+
+
+def test_texts_end_with_the_end_of_sequence_token(tmp_path):
+    model, tokenizer = write_model(tmp_path / "model")
+    wanted = [score(model, tokenizer, *each, tokenizer.eos_token) for each in zip(*PAIRS.values(), strict=True)]
+    assert score_all(tmp_path / "model", PAIRS).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["as the template", "with the turn"])
+def test_chats_end_as_those_that_trained_the_model(tmp_path, ends):
+    model, tokenizer = write_model(tmp_path / "model", **{ENDS_WITH_TURN: ends})
+    chats = [[*prompt, *completion] for prompt, completion in zip(*CHATS.values(), strict=True)]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    assert all(text.endswith("<|im_end|>\n") for text in texts)
+    wanted = [score(model, tokenizer, text.rstrip() if ends else text) for text in texts]
+    assert score_all(tmp_path / "model", CHATS).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"auto_class": transformers.AutoModelForCausalLM}, "stores no weights for score.weight"),
+        ({"num_labels": 3}, "a reward model with one label, got ... with 3"),
+        ({"max_position_embeddings": 4}, "at most 4 tokens"),
+        ({"pad_token_id": -1}, "expected a padding token, ... has -1"),
+        ({"vocab_size": 100}, "token ids below 100, got ... resize_token_embeddings("),
+    ],
+)
+def test_other_models_and_longer_texts_are_refused(tmp_path, changes, problem):
+    write_model(tmp_path / "model", **changes)
+    refused(problem, score_all, tmp_path / "model", PAIRS)
+
+
+def test_directories_without_a_model_or_a_tokenizer_are_refused(tmp_path):
+    refused("config.json, got ... without it: export", load_reward_functions, [str(tmp_path)], None)
+    (tmp_path / "config.json").write_text("{}")
+    refused("directory of a tokenizer, ...: change rl.reward_funcs", load_reward_functions, [str(tmp_path)], None)
+
+
+def test_chats_need_a_template_of_the_reward_model(tmp_path):
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    refused("/model: 'messages' need a chat template", score_all, tmp_path / "model", CHATS)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from user_errors import user_error
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan, SequenceSplit
@@ -213,18 +212,3 @@ def test_the_command_prints_tables(capsys):
     said = capsys.readouterr().out
     words = ("window/dynamic", "window/split", "even_share", "it is the longest sequence")
     assert [each for each in words if each not in said] == []
-    assert max(map(len, said.splitlines())) < 120
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--ranks", "0"], ["--ranks: expected a number from 1 to"]),
-        (["--rank", "4"], ["--rank"]),
-        (["--step-s", "1"], ["unknown argument --step-s"]),
-        (["--per-rank", "100000", "--ranks", "400"], ["got 40000000", "--per-rank"]),
-    ],
-)
-def test_user_errors_are_one_line(capsys, arguments, words):
-    line = user_error(capsys, "simulate", *arguments)
-    assert all(word in line for word in words)

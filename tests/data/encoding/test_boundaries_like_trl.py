@@ -18,30 +18,22 @@ pytestmark = [
     pytest.mark.skipif(not all(map(find_spec, ("trl", "accelerate", "datasets"))), reason="no trl, accelerate"),
 ]
 PROMPTS = (
-    "",
-    "Who is",
-    "Who is ",
-    "  Who",
-    "Q: x\n",
-    "def f(x):\n    ",
-    "\n",
-    " ",
-    "今日は。",
-    f"{TURN}Who {TURN}",
-    "un",
+    *("", "Who is", "Who is ", "  Who", "Q: x\n", "def f(x):\n    ", "\n", " ", "今日は。", f"{TURN}Who {TURN}", "un"),
     "12",
 )
 COMPLETIONS = (
-    "me",
-    " me",
-    "  me again ",
-    "\nreturn x\n\n",
-    "ist da. Größe",
-    "誰です",
-    "🙂 ж",
-    f"it{TURN} me",
-    f"{TURN}me",
-    "able",
+    *(
+        "me",
+        " me",
+        "  me again ",
+        "\nreturn x\n\n",
+        "ist da. Größe",
+        "誰です",
+        "🙂 ж",
+        f"it{TURN} me",
+        f"{TURN}me",
+        "able",
+    ),
     "345 ",
 )
 
@@ -52,13 +44,8 @@ def tokenize_with_trl(tokenizer, records):
     from trl.trainer.sft_trainer import SFTTrainer
 
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss="prompt" in records[0])
-    arguments = SimpleNamespace(
-        dataset_num_proc=None,
-        dataset_text_field="text",
-        assistant_only_loss=False,
-        max_length=None,
-        shuffle_dataset=False,
-    )
+    options = {"dataset_num_proc": None, "assistant_only_loss": False, "max_length": None, "shuffle_dataset": False}
+    arguments = SimpleNamespace(dataset_text_field="text", **options)
     dataset = datasets.Dataset.from_list(records)
     prepared = SFTTrainer._prepare_dataset(trainer, dataset, tokenizer, arguments, False, None, "train")
     return [(each["input_ids"], [label != -100 for label in each["labels"]]) for each in prepared]

@@ -1,3 +1,5 @@
+"""Tokens and loss masks of texts and conversations; the completion's text follows the prompt's."""
+
 from datetime import datetime
 
 import numpy as np
@@ -5,10 +7,12 @@ import pytest
 from number_words import number_words
 from published_templates import with_template
 from record_files import invalid
+from tiny_tokenizers import KINDS, TURN, tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from user_errors import refused
 
 from odc_mpi.data.chat.templates import ChatRenderer, fix_time
+from odc_mpi.data.encoding.boundaries import tokenize_pairs
 from odc_mpi.data.encoding.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.errors import UserError
@@ -149,3 +153,25 @@ def test_prompts_may_have_the_date_of_another_day():
     assert found.decode(encode_prompts(found, [chat])[0]) == "1 12 7"
     fix_time(without := number_words(end=60), "2024-12-01T23:59:59")
     assert without.chat_template is None
+
+
+#: Kinds whose tokens keep all text.
+EXACT = [kind for kind in KINDS if kind not in ("t5", "wordpiece", "words")]
+PAIRS = (("Who is", "me"), ("Who is ", "me"), ("Who is", " me"), ("Who is\n", "me again"), ("Q:", "//me"), ("", "me"))
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_no_space_is_inserted(kind):
+    tokenizer = tiny_tokenizer(kind)
+    for prompt, completion in (*PAIRS, (f"{TURN}me{TURN} ", f"Who is{TURN}"), ("a", ": a"), ("12", "345 ")):
+        [prompt_ids], [completion_ids] = tokenize_pairs(tokenizer, [prompt], [completion])
+        assert prompt_ids == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        joined = tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode([*prompt_ids, *completion_ids]) == tokenizer.decode(joined)
+        assert completion_ids
+
+
+def test_words_are_not_joined():
+    tokenizer = tiny_tokenizer("wordpiece")
+    ids = tokenize_pairs(tokenizer, ["un", "un"], ["a", " a"])
+    assert [tokenizer.convert_ids_to_tokens(each) for each in ids[1]] == [["##a"], ["a"]]

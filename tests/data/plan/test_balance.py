@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from length_fixtures import COST, lognormal_lengths
+from length_fixtures import COST, lognormal_lengths, microbatch_cost
 from user_errors import refused
 
 from odc_mpi.data.plan.balance import (
@@ -17,8 +17,8 @@ from odc_mpi.data.plan.balance import (
     rank_independent_packing,
 )
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.errors import UserError
 
+UNPACKED = find_strategy("lb_mini", COST, exact=False, packs=False)
 FIRST, LATER = CostModel(), CostModel(constant=300.0, linear=1.0, quadratic=0.01)
 
 
@@ -53,21 +53,30 @@ def test_refuses_what_does_not_fit():
     refused("3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 (1 of 2", check_fit, np.array([5, 3073]), 1024, 3)
 
 
-def test_local_sort_deals_in_turn_and_sorts_by_length():
-    plan = local_sort(np.array([3, 9, 5, 1, 5, 4, 8]), 2, 10, COST)
-    assert plan.microbatches == (((6,), (2,), (4,), (0,)), ((1,), (5,), (3,)))
+@pytest.mark.parametrize(
+    ("strategy", "lengths", "size", "cost", "expected"),
+    [
+        # Dealt in turn, and sorted by length.
+        (local_sort, [3, 9, 5, 1, 5, 4, 8], 2, COST, (((6,), (2,), (4,), (0,)), ((1,), (5,), (3,)))),
+        # First fit decreasing: 6 | 5 5 | 4 joins the 6, 3 and 2 share a new one: 3 packs; in the given order, 4.
+        (lb_mini, [2, 5, 4, 5, 3, 6], 1, CostModel(), (((1, 3), (5, 2), (4, 0)),)),
+        (
+            find_strategy("lb_mini", COST, exact=False, packs=False),
+            [8, 1, 4, 3],
+            2,
+            COST,
+            (((0,),), ((2,), (3,), (1,))),
+        ),
+    ],
+)
+def test_plans_by_hand(strategy, lengths, size, cost, expected):
+    assert strategy(np.array(lengths), size, 10, cost).microbatches == expected
 
 
 def test_lb_mini_lets_the_numbers_of_microbatches_differ():
     lengths = np.array([1000] + [100] * 20)
     plan = lb_mini(lengths, 2, 1000, CostModel(1.0, 0.0012))  # 2200 against 20 times 112
     assert sorted(map(len, plan.microbatches)) == [1, 2]
-
-
-def test_packing_is_first_fit_decreasing():
-    # Decreasing: 6 | 5 5 | 4 joins the 6, 3 and 2 share a new one: 3 packs; in the given order it takes 4.
-    plan = lb_mini(np.array([2, 5, 4, 5, 3, 6]), 1, 10, CostModel())
-    assert plan.microbatches == (((1, 3), (5, 2), (4, 0)),)
 
 
 def shape(plan):
@@ -82,13 +91,9 @@ def test_lb_micro_gives_ranks_equal_numbers(size):
         plan = lb_micro(lengths, size, 4096, COST)
         counts = shape(plan)
         assert max(map(sum, counts)) - min(map(sum, counts)) <= 1
+        counts += shape(lb_micro(np.array([1, 7, 7, 5, 7, 4, 9]), 2, 10, CostModel(0.0)))  # costs say nothing
         # None is empty if there is a sequence to give.
         assert all(of_rank.count(0) == max(0, len(of_rank) - sum(of_rank)) for of_rank in counts)
-
-
-def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing():
-    plan = lb_micro(np.array([1, 7, 7, 5, 7, 4, 9]), 2, 10, CostModel(0.0))
-    assert all(of_rank.count(0) == max(0, len(of_rank) - sum(of_rank)) for of_rank in shape(plan))
 
 
 def test_lb_micro_takes_as_few_microbatches_as_packing_finds():
@@ -129,19 +134,10 @@ def test_they_are_dealt_out_by_the_cost_that_may_change():
     plans = [rank_independent_packing("lb_mini", FIRST)(lengths, 4, 512, cost) for cost in (FIRST, LATER)]
     assert plans[0] != plans[1]
     for plan, cost in zip(plans, (FIRST, LATER), strict=True):
-        loads = [
-            sum(cost.constant + cost.sequence(lengths[list(microbatch)]).sum() for microbatch in r)
-            for r in plan.microbatches
-        ]
+        loads = [sum(microbatch_cost(cost, lengths[list(each)]) for each in of_rank) for of_rank in plan.microbatches]
         assert max(loads) < 1.1 * min(loads)
 
 
 def test_a_cut_for_the_number_of_ranks_is_refused():
-    words = r"^data.balance: the microbatches of lb_micro .* set it to lb_mini or dynamic, or run.exact"
-    with pytest.raises(UserError, match=words):
-        rank_independent_packing("lb_micro", FIRST)
-
-
-def test_ranks_are_balanced_by_cost():
-    plan = find_strategy("lb_mini", COST, exact=False, packs=False)(np.array([8, 1, 4, 3]), 2, 10, COST)
-    assert plan.microbatches == (((0,),), ((2,), (3,), (1,)))
+    words = "data.balance: the microbatches of lb_micro ...lb_mini or dynamic, or run.exact"
+    refused(words, rank_independent_packing, "lb_micro", FIRST)

@@ -119,14 +119,7 @@ def test_calls_of_functions():
         messages[1] = {"role": "assistant", "content": "Now.", "function_call": function, "tool_calls": None}
         chat = parse_chat({"messages": messages})
         assert chat.messages[1] == {"role": "assistant", "content": "Now.", "tool_calls": [expected]}
-    for empty in (
-        {"arguments": ""},
-        {"arguments": " "},
-        {"arguments": None},
-        {"arguments": {}},
-        {"arguments": "{}"},
-        {},
-    ):
+    for empty in ({}, *({"arguments": each} for each in ("", " ", None, {}, "{}"))):
         [found] = parse_chat({"messages": call(name="f", **empty)}).messages[1]["tool_calls"]
         assert found["function"] == {"name": "f", "arguments": {}}
     for nothing in ([], None, "", "[]"):

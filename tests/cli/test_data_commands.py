@@ -1,13 +1,16 @@
-"""`odc-mpi prepare` in this process, and a run on what it made."""
+"""`odc-mpi prepare` and `odc-mpi data verify` in this process."""
 
 import json
 import os
 import signal
 
+import h5py
+import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.files import atomic_write
 
 
@@ -95,3 +98,27 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == "odc-mpi: ended by SIGTERM\n"
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def write_dataset(path, **files):
+    with DatasetWriter(path, vocab_size=9, tokenizer="t", source="s", tokenizer_files=files) as writer:
+        for _ in range(4):
+            writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
+    return path
+
+
+def test_every_file_is_verified(tmp_path, capsys):
+    good, bad, other = write_dataset(tmp_path / "a.h5"), write_dataset(tmp_path / "b.h5"), tmp_path / "none.h5"
+    no_tokenizer = write_dataset(tmp_path / "c.h5", **{"tokenizer.json": b"{"})
+    with h5py.File(bad, "a") as file:
+        file["tokens"][7] = 0
+        file["loss_mask"][19] = 0
+    assert cli.main(["data", "verify", str(good)]) == 0
+    assert capsys.readouterr().out == f"{good}: 4 sequences, 20 tokens, no tokenizer: no damage\n"
+    assert cli.main(["data", "verify", *map(str, (bad, other, no_tokenizer, good))]) == 2
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in printed.out.splitlines()] == [str(good)]
+    errors = printed.err.splitlines()
+    assert len(errors) == 3 and all(line.startswith("odc-mpi: error: ") for line in errors)
+    assert str(bad) in errors[0] and "2 of 4 sequences, the first: 1, 3" in errors[0]
+    assert str(other) in errors[1] and str(no_tokenizer) in errors[2]
