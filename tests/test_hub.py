@@ -65,27 +65,21 @@ def test_what_is_no_name_stays(cache, tmp_path, monkeypatch):
         assert hub.resolve_model_path(path, "model.path") == path
 
 
+INDEX = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
+
+
 @pytest.mark.parametrize(
     ("files", "index", "weights"),
     [
         (("config.json", "tokenizer.json"), None, True),
         (("config.json", "model.safetensors"), None, False),
-        (
-            ("config.json", "model.safetensors.index.json", "a.safetensors"),
-            '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}',
-            True,
-        ),
+        (("config.json", "model.safetensors.index.json", "a.safetensors"), INDEX, True),
     ],
 )
 def test_an_incomplete_snapshot_is_not_used(cache, files, index, weights):
     snapshot = store(cache, files=files, index=index)
-    refused(
-        "model.path: ...'Owner/Name-1.5'...HF_HUB_OFFLINE...hf download Owner/Name-1.5",
-        hub.resolve_model_path,
-        "Owner/Name-1.5",
-        "model.path",
-        weights=weights,
-    )
+    words = "model.path: ...'Owner/Name-1.5'...HF_HUB_OFFLINE...hf download Owner/Name-1.5"
+    refused(words, hub.resolve_model_path, "Owner/Name-1.5", "model.path", weights=weights)
     for file in ("b.safetensors", "model.safetensors", "tokenizer.json"):
         (snapshot / file).write_text("")
     assert hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights) == str(snapshot)
@@ -108,19 +102,8 @@ def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(monkeypatch):
     monkeypatch.setattr(hub, "_PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(hub, "STALL_S", 1)
     lines, gathered = [], []
-
-    def gather(value):
-        gathered.append(value)
-        return [value]
-
-    refused(
-        "no bytes arrived for 1 s",
-        hub.resolve_model_path,
-        "Owner/Name",
-        "model.path",
-        gather=gather,
-        report=lines.append,
-    )
+    options = {"gather": lambda value: gathered.append(value) or [value], "report": lines.append}
+    refused("no bytes arrived for 1 s", hub.resolve_model_path, "Owner/Name", "model.path", **options)
     assert lines == ["downloading Owner/Name from the Hugging Face Hub"] and gathered.count(False) >= 2
 
 

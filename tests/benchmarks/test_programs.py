@@ -14,7 +14,7 @@ import transport_speed
 from measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
 from schedule_speed import CollectiveRunner, Runner, measure
 from train_speed import TOLERANCE, Round, agreement, deviation
-from user_errors import refused
+from user_errors import refused, user_error
 
 from odc_mpi.comm.work import Work
 from odc_mpi.data.plan.balance import Plan
@@ -93,9 +93,7 @@ def test_sizes_that_are_none(text):
 )
 def test_user_errors_are_one_line(monkeypatch, capsys, program, options, words):
     monkeypatch.setattr(sys, "argv", [f"benchmarks/{program.__name__}.py", *options.split()])
-    assert program.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("odc-mpi: error: ") and words in line
+    user_error(capsys, words=words, main=lambda _: program.main())
 
 
 def rounds(*losses):
@@ -116,23 +114,12 @@ def test_contenders_that_do_not_agree_are_named():
     all_rounds = {"plain": rounds(2.0, 4.0, 1.0), "near": rounds(2.0, 4.016, 1.0), "far": rounds(2.0, 4.0, 1.02)}
     assert agreement(all_rounds, "plain", 0.03) == pytest.approx({"plain": 0.0, "near": 0.004, "far": 0.02})
     assert agreement({**all_rounds, "near": rounds(2.0, 4.0, 1 + 4e-7), "far": all_rounds["plain"]}, "plain", TOLERANCE)
-    refused(
-        "differ by 0.0001 ",
-        agreement,
-        {**all_rounds, "near": rounds(2.0, 4.0, 1 + 1e-4), "far": all_rounds["plain"]},
-        "plain",
-        TOLERANCE,
-        error=AllRanksUserError,
-    )
-    refused("of far and plain differ by 0.02", agreement, all_rounds, "plain", 0.005, error=AllRanksUserError)
-    refused(
-        "a loss of near or plain is not finite",
-        agreement,
-        {**all_rounds, "near": rounds(2.0, math.nan, 1.0)},
-        "plain",
-        0.03,
-        error=AllRanksUserError,
-    )
+    for changes, words, tolerance in (
+        ({"near": rounds(2.0, 4.0, 1 + 1e-4), "far": all_rounds["plain"]}, "differ by 0.0001 ", TOLERANCE),
+        ({}, "of far and plain differ by 0.02", 0.005),
+        ({"near": rounds(2.0, math.nan, 1.0)}, "a loss of near or plain is not finite", 0.03),
+    ):
+        refused(words, agreement, all_rounds | changes, "plain", tolerance, error=AllRanksUserError)
 
 
 SINGLE_RANK = SimpleNamespace(

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from record_files import write_lines
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.prepare import PrepareOptions, prepare
@@ -26,6 +27,17 @@ def stdlib_report(stdlib_samples, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tokenizer(stdlib_report):
     return load_tokenizer(stdlib_report.tokenizer)
+
+
+@pytest.fixture
+def prepared(stdlib_report, tmp_path):
+    """Function that prepares records with the tokenizer of the standard library, and returns the report."""
+
+    def write(*records, name="a", **options):
+        source = write_lines(tmp_path / f"{name}.jsonl", *records)
+        return prepare([source], tmp_path / f"{name}.h5", PrepareOptions(**{"tokenizer": stdlib_report.path} | options))
+
+    return write
 
 
 @pytest.fixture

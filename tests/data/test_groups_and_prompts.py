@@ -12,7 +12,6 @@ from user_errors import refused
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import PromptGroup, group_microbatches
 from odc_mpi.data.prompt_dataset import PromptDataset
-from odc_mpi.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "7 8"}, {"role": "assistant", "content": "9"}], "answer": "9"}
 TEXT = {"prompt": "1 2 3", "answer": "6", "level": 2, "completion": "x"}
@@ -74,11 +73,9 @@ def test_files_without_prompts(tmp_path, tokenizer):
         (tmp_path / "none.jsonl", "none.jsonl, which is not a file"),
         (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
         (write_lines(tmp_path / "empty.jsonl"), "which contains no prompt"),
-        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, such as JSON lines .*which is HDF5"),
+        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, such as JSON lines...which is HDF5"),
     ):
-        with pytest.raises(UserError, match=words) as raised:
-            PromptDataset(path, tokenizer, "data.eval_path")
-        assert "\n" not in str(raised.value)
+        refused(words, PromptDataset, path, tokenizer, "data.eval_path")
 
 
 GROUPS = random_groups([(5, 3, 4, 2), (7, 6), (30, 5, 5, 5, 20), (1, 1), (2, 9, 1)])

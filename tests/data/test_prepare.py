@@ -78,13 +78,12 @@ def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path):
     refused("a.jsonl, line 3: ", prepare, source, tmp_path / "b.h5", vocab_size=300)
 
 
-def test_truncation_is_counted(stdlib_report, tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", *pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"})
-    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10}
-    dropped = prepare(source, tmp_path / "b.h5", **options, overlong="drop")
+def test_truncation_is_counted(prepared):
+    records = [*pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"}]
+    dropped = prepared(*records, name="b", max_length=10, overlong="drop")
     assert (dropped.num_sequences, dropped.num_truncated, dropped.num_dropped, dropped.longest) == (2, 0, 3, 10)
     assert "3 dropped: longer than --max-length (48 tokens lost)" in dropped.describe()
-    report = prepare(source, tmp_path / "a.h5", **options)
+    report = prepared(*records, max_length=10)
     assert (report.num_sequences, report.num_truncated) == (4, 2)
     assert (report.num_dropped, report.num_untrained_dropped) == (1, 0), "cut in the prompt"
     assert (report.longest, report.num_tokens) == (10, 36)
@@ -96,10 +95,8 @@ def test_truncation_is_counted(stdlib_report, tmp_path):
     assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: longer than" in report.describe()
 
 
-def test_plain_texts_can_be_split(stdlib_report, tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", {"text": "\x01\x02\x03" * 9}, *pairs(20))
-    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10, "overlong": "split"}
-    report = prepare(source, tmp_path / "a.h5", **options)
+def test_plain_texts_can_be_split(prepared):
+    report = prepared({"text": "\x01\x02\x03" * 9}, *pairs(20), max_length=10, overlong="split")
     assert (report.num_sequences, report.num_split, report.num_truncated, report.num_truncated_tokens) == (4, 1, 1, 10)
     assert "1 texts split into sequences of --max-length\n1 truncated" in report.describe()
 
@@ -146,14 +143,12 @@ def test_bad_lines_are_skipped_on_request(stdlib_report, tmp_path):
     refused(words, prepare, source, out, tokenizer=tmp_path / "t", bad_lines="skip")
 
 
-def test_nothing_left(stdlib_report, tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", *pairs(10, 11))
-    words, out, kept = "2 longer...--max-length (now 9)", tmp_path / "a.h5", {"tokenizer": stdlib_report.tokenizer}
-    refused(words, prepare, source, out, **kept, max_length=9, overlong="drop")
-    prompts = write_lines(tmp_path / "a.jsonl", *({"prompt": "a" * 20, "completion": "b"} for _ in range(3)))
-    refused("(3 longer than the maximum, 0 without loss tokens", prepare, prompts, out, **kept, max_length=16)
-    source = write_lines(tmp_path / "a.jsonl", {"messages": [{"role": "Assistant", "content": "x"}]})
-    refused("1 without loss tokens...completions...of the role assistant", prepare, source, out, **kept)
+def test_nothing_left(prepared, tmp_path):
+    refused("2 longer...--max-length (now 9)", prepared, *pairs(10, 11), max_length=9, overlong="drop")
+    prompts = [{"prompt": "a" * 20, "completion": "b"}] * 3
+    refused("(3 longer than the maximum, 0 without loss tokens", prepared, *prompts, max_length=16)
+    silent = {"messages": [{"role": "Assistant", "content": "x"}]}
+    refused("1 without loss tokens...completions...of the role assistant", prepared, silent)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -216,15 +211,11 @@ def test_tokenizers_that_do_not_load(tmp_path, monkeypatch):
     refused("do not load", prepare, source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
 
 
-def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report, tmp_path):
-    out = tmp_path / "a.h5"
-    good = write_lines(tmp_path / "good.jsonl", *pairs(10))
-    prepare(good, out, tokenizer=stdlib_report.tokenizer)
-    before = out.read_bytes()
-    bad = write_lines(tmp_path / "bad.jsonl", *pairs(*[10] * 1000), {"text": 3})
-    refused("bad.jsonl, line 1001: ", prepare, bad, out, tokenizer=stdlib_report.tokenizer, force=True)
-    assert out.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "bad.jsonl", "good.jsonl"]
+def test_a_failure_in_the_middle_leaves_everything_as_it_was(prepared, tmp_path):
+    before = prepared(*pairs(10)).path.read_bytes()
+    refused("a.jsonl, line 1001: ", prepared, *pairs(*[10] * 1000), {"text": 3}, force=True)
+    assert (tmp_path / "a.h5").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "a.jsonl"]
 
 
 def test_shows_progress_only_on_a_console(stdlib_report, tmp_path, capsys):

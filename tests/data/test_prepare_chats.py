@@ -106,23 +106,14 @@ def test_the_report_names_a_generation_prompt_that_answers_lack(source, template
 def test_a_template_that_cannot_be_read(source, tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff")
-    for path in (tmp_path / "none.jinja", tmp_path, binary):
-        refused(
-            f"expected a Jinja template in UTF-8 as --chat-template, got '{path}'",
-            prepare,
-            [source],
-            tmp_path / "a.h5",
-            PrepareOptions(chat_template=path),
-        )
     broken = tmp_path / "broken.jinja"
     broken.write_text("a\n{% for")
-    refused(
-        "--chat-template: expected a Jinja template, got ... in line 2: ",
-        prepare,
-        [source],
-        tmp_path / "a.h5",
-        PrepareOptions(vocab_size=300, chat_template=broken),
-    )
+    for path, words in (
+        *((path, f"as --chat-template, got '{path}'") for path in (tmp_path / "none.jinja", tmp_path, binary)),
+        (broken, "--chat-template: expected a Jinja template, got ... in line 2: "),
+    ):
+        options = PrepareOptions(vocab_size=300, chat_template=path)
+        refused(words, prepare, [source], tmp_path / "a.h5", options)
 
 
 def test_show_marks_the_loss(tmp_path, capsys):

@@ -7,6 +7,11 @@ from xml.etree import ElementTree
 NASTY = "<script>alert('&')</script>"
 
 
+def shows(text, *words):
+    """Check that a page, a picture or a printed table has all of the words."""
+    assert [each for each in words if each not in text] == []
+
+
 def extract_plots(page):
     """Extract the plots of a page: each a well-formed document, without duplicate names."""
     found = re.findall(r"<svg.*?</svg>", page, re.S)

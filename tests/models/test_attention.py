@@ -1,5 +1,6 @@
 """Packed attention against the full score matrix, written out."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from odc_mpi.models.attention import (
 from odc_mpi.models.packed import per_sequence, varlen
 
 HEADS, GROUPS, SIZE = 4, 2, 8
+unpacked = partial(refused, error=PackingUnsupportedError)
 
 
 def written_out(query, key, value, boundaries, window=None, sinks=None):
@@ -90,14 +92,8 @@ def test_sequences_of_one_length_are_one_call(monkeypatch, most, calls):
 )
 def test_what_would_change_the_result_is_refused(given, words):
     given = {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 4]), **given}
-    refused(
-        f"packed attention supports only plain causal layers...{words}",
-        packed_attention,
-        None,
-        *draw(4),
-        **given,
-        error=PackingUnsupportedError,
-    )
+    words = f"packed attention supports only plain causal layers...{words}"
+    unpacked(words, packed_attention, None, *draw(4), **given)
 
 
 @pytest.mark.parametrize("output", [None, 3, 9])
@@ -118,14 +114,9 @@ def test_chunks_in_the_mask_begin_with_each_sequence():
 
 def test_patterns_that_are_not_known_are_refused():
     assert _local_pattern() is None
-    refused("a model-specific mask", _local_pattern, use_vmap=True, error=PackingUnsupportedError)
-    refused(
-        "a local mask of unknown kind",
-        _local_pattern,
-        local_size=3,
-        config=SimpleNamespace(attention_chunk_size=3, sliding_window=3),
-        error=PackingUnsupportedError,
-    )
+    unpacked("a model-specific mask", _local_pattern, use_vmap=True)
+    both = SimpleNamespace(attention_chunk_size=3, sliding_window=3)
+    unpacked("a local mask of unknown kind", _local_pattern, local_size=3, config=both)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -149,12 +140,8 @@ def test_sinks_take_part_in_the_softmax(window, eager):
     ],
 )
 def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
-    given = {
-        "attention_mask": None,
-        "cu_seq_lens_q": torch.tensor([0, 4]),
-        "chunk": SimpleNamespace(num_tokens=9),
-        **given,
-    }
+    given = {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 4]), **given}
+    given["chunk"] = SimpleNamespace(num_tokens=9)
     refused(words, packed_attention, None, *draw(4), **given, error=ContextParallelUnsupportedError)
 
 

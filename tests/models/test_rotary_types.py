@@ -12,23 +12,16 @@ from odc_mpi.models import build as models
 
 ORIGINAL = 16  # positions in pretraining
 HALF = SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2
+KNOWN = {"original_max_position_embeddings": ORIGINAL}
+FACTORS = {"short_factor": [1 + 0.1 * i for i in range(HALF)], "long_factor": [2 + 0.5 * i for i in range(HALF)]}
 TYPES = {
     "default": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
-    "longrope": {
-        "short_factor": [1 + 0.1 * i for i in range(HALF)],
-        "long_factor": [2 + 0.5 * i for i in range(HALF)],
-        "original_max_position_embeddings": ORIGINAL,
-    },
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
+    "yarn": {"factor": 4.0, **KNOWN},
+    "longrope": {**FACTORS, **KNOWN},
     "proportional": {"partial_rotary_factor": 0.5},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **KNOWN},
 }
 
 
@@ -40,13 +33,9 @@ def rope_of(rope_type):
     return {"rope_type": rope_type, "rope_theta": 1e4, **TYPES[rope_type]}
 
 
-PHI = {"rope_parameters": rope_of("longrope"), "original_max_position_embeddings": ORIGINAL, "pad_token_id": 0}
-BY_LAYER = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 8,
-    "head_dim": 8,
-    "rope_parameters": {"sliding_attention": rope_of("default"), "full_attention": rope_of("longrope")},
-}
+PHI = {"rope_parameters": rope_of("longrope"), "pad_token_id": 0, **KNOWN}
+ROPES = {"sliding_attention": rope_of("default"), "full_attention": rope_of("longrope")}
+BY_LAYER = {"layer_types": [*ROPES], "sliding_window": 8, "head_dim": 8, "rope_parameters": ROPES}
 CASES = [("llama", {"rope_parameters": rope_of(each)}) for each in TYPES] + [("phi3", PHI), ("gemma3_text", BY_LAYER)]
 
 

@@ -51,18 +51,13 @@ class TestMetricsWriter:
     def test_a_full_disk_is_reported_once_and_leaves_complete_lines(self, tmp_path, capsys):
         # A process of its own: the limit would hold for the whole test run.
         script = (
-            "import resource, signal, sys\n"
-            "from pathlib import Path\n"
-            "from step_metrics import STEP\n"
+            "import resource, signal, sys; from pathlib import Path; from step_metrics import STEP\n"
             "from odc_mpi.observe.metrics import MetricsWriter\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "with MetricsWriter(Path(sys.argv[1])) as writer:\n"
-            "    writer.write(STEP)\n"
-            "    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))\n"
-            "    writer.write(STEP | {'step': 2})\n"
-            "    writer.write(STEP | {'step': 3})\n"
-            "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
-            "    writer.write(STEP | {'step': 4})\n"
+            "    for step, limit in ((1, -1), (2, 500), (3, 500), (4, -1)):\n"
+            "        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))\n"
+            "        writer.write(STEP | {'step': step})\n"
         )
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", script, str(tmp_path)]

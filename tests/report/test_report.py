@@ -12,7 +12,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 from declared_metrics import SFT
-from report_pages import NASTY, extract_plots, needs_nothing_else
+from report_pages import NASTY, extract_plots, needs_nothing_else, shows
 from small_run import write_sequences
 from step_metrics import STEP
 from user_errors import user_error
@@ -75,10 +75,6 @@ def written(source, content=None, **options):
     if content is not None:
         source.write_text(json.dumps(content))
     return report.write(source, **options).read_text()
-
-
-def shows(page, *texts):
-    assert [text for text in texts if text not in page] == []
 
 
 def drawn(output, name):

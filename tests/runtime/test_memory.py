@@ -25,15 +25,20 @@ def files(monkeypatch, tmp_path):
     return found
 
 
+#: Names of the files of a control group, and the line of its inactive memory.
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1\ntotal_inactive_file")
+VERSION_2 = ("memory.max", "memory.current", "anon 1\ninactive_file")
+
+
+def group(path, names, limit, used, inactive):
+    content = (f"{limit}\n", f"{used}\n", f"{names[2]} {inactive}\n")
+    return {f"{path}/{name}": text for name, text in zip((*names[:2], "memory.stat"), content, strict=True)}
+
+
 def test_the_least_of_the_host_and_its_control_groups(files, tmp_path):
-    files |= {
-        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
-        "/proc/self/cgroup": "0::/a/b\n",
-        f"{tmp_path}/a/memory.max": "6000000\n",
-        f"{tmp_path}/a/memory.current": "5000000\n",
-        f"{tmp_path}/a/memory.stat": "anon 1\ninactive_file 200000\n",
-        f"{tmp_path}/a/b/memory.max": "max\n",
-    }
+    files |= {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n", "/proc/self/cgroup": "0::/a/b\n"}
+    files |= group(tmp_path / "a", VERSION_2, 6000000, 5000000, 200000)
+    files[f"{tmp_path}/a/b/memory.max"] = "max\n"
     assert memory.available_bytes() == 1_200_000
     files[f"{tmp_path}/a/memory.max"] = "10"
     assert memory.available_bytes() == 0
@@ -42,15 +47,10 @@ def test_the_least_of_the_host_and_its_control_groups(files, tmp_path):
 
 
 def test_control_groups_of_version_1(files, tmp_path):
-    files |= {
-        "/proc/meminfo": "MemAvailable: 8000 kB\n",
-        "/proc/self/cgroup": "9:cpu,cpuacct:/job\n4:memory:/slurm/job_1/step_0\n1:name=systemd:/x:y\n0::/x\n",
-        f"{tmp_path}/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        f"{tmp_path}/memory/memory.usage_in_bytes": "7000000\n",
-        f"{tmp_path}/memory/slurm/job_1/memory.limit_in_bytes": "6000000\n",
-        f"{tmp_path}/memory/slurm/job_1/memory.usage_in_bytes": "5000000\n",
-        f"{tmp_path}/memory/slurm/job_1/memory.stat": "inactive_file 1\ntotal_inactive_file 300000\n",
-    }
+    groups = "9:cpu,cpuacct:/job\n4:memory:/slurm/job_1/step_0\n1:name=systemd:/x:y\n0::/x\n"
+    files |= {"/proc/meminfo": "MemAvailable: 8000 kB\n", "/proc/self/cgroup": groups}
+    files |= group(tmp_path / "memory", VERSION_1, 9223372036854771712, 7000000, 0)
+    files |= group(tmp_path / "memory/slurm/job_1", VERSION_1, 6000000, 5000000, 300000)
     assert memory.available_bytes() == 1_300_000
 
 

@@ -122,9 +122,8 @@ def test_answers_that_depend_on_later_messages_are_split(tokenizer):
     together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
     separate = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
     assert spans(changing, chat) == spans(changing, chat, "always") == separate
-    words = r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
-    with pytest.raises(InvalidRecordError, match=words):
-        spans(changing, chat, "never")
+    words = "two: ...cannot share a sequence: use --split-turns auto, or ...FILE"
+    invalid(words, spans, changing, chat, "never")
     assert spans(tokenizer, chat) == spans(tokenizer, chat, "never") == together
     assert spans(tokenizer, chat, "always") == [[text] for text in together[0]]
     # Answers without loss, and messages after the last answer, need no example.
@@ -141,9 +140,8 @@ def test_marks_of_a_template_are_the_mask(tokenizer):
     assert spans(marked, chat, "always") == [["Reply 1, done."], ["Reply 2, done."]]
     assert spans(marked, Conversation("", chat.messages, context=frozenset({1}))) == [["Reply 2, done."]]
     # A comment is not a mark.
-    assert spans(with_template(tokenizer, "{# {% generation %} #}" + tokenizer.chat_template), chat) == spans(
-        tokenizer, chat
-    )
+    commented = with_template(tokenizer, "{# {% generation %} #}" + tokenizer.chat_template)
+    assert spans(commented, chat) == spans(tokenizer, chat)
     # Marks of other messages are not used, but one that covers several messages cannot be divided.
     everything = MARKED.replace("m.role == 'assistant'", "true")
     assert spans(with_template(tokenizer, everything), chat) == spans(tokenizer, chat)
@@ -159,17 +157,13 @@ def test_marks_of_a_template_are_the_mask(tokenizer):
     invalid("drops a part of message 2", spans, nothing, chat)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [("Yes", "Yes<|im_end|>"), ("<b>Yes", "<b>Yes<|im_end|>"), ("A <think> B", "A <think> B<|im_end|>")],
-)
-def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer, content, expected):
+@pytest.mark.parametrize("content", ["Yes", "<b>Yes", "A <think> B"])
+def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer, content):
     opening = with_template(tokenizer, tokenizer.chat_template.replace("assistant\n'", "assistant\n<think>\n'"))
     opening.add_tokens("<think>")
-    [rendered] = ChatRenderer(opening).render_answers(
-        Conversation("", [*turn(1), turn(2)[0], {"role": "assistant", "content": content}])
-    )
-    assert [rendered.text[begin:end] for begin, end in rendered.spans] == ["Reply 1, done.<|im_end|>", expected]
+    chat = Conversation("", [*turn(1), turn(2)[0], {"role": "assistant", "content": content}])
+    assert spans(opening, chat) == [["Reply 1, done.<|im_end|>", f"{content}<|im_end|>"]]
+    [rendered] = ChatRenderer(opening).render_answers(chat)
     assert rendered.omitted == "<think>\n"
 
 
@@ -187,12 +181,8 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer):
     silent = with_template(
         tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
     )
-    invalid(
-        "drops a part of message 2",
-        encode,
-        silent,
-        [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])],
-    )
+    same = [{"role": role, "content": "I agree."} for role in ("user", "assistant")]
+    invalid("drops a part of message 2", encode, silent, [Conversation("", same)])
 
 
 def test_arguments_of_calls_are_json_in_the_text(tokenizer):
@@ -216,10 +206,8 @@ def test_arguments_of_calls_are_json_in_the_text(tokenizer):
         if expected:
             assert spans(changed, Conversation("", [turn(1)[0], call])) == [[f"lookup{expected}<|im_end|>"]]
         else:
-            with pytest.raises(
-                InvalidRecordError, match=r"arguments of tool calls neither as JSON|drops a part of message 2"
-            ):
-                encode(changed, [Conversation("", [turn(1)[0], call])])
+            line = invalid("", encode, changed, [Conversation("", [turn(1)[0], call])])
+            assert "arguments of tool calls neither as JSON" in line or "drops a part of message 2" in line
 
 
 END = "{{ m.content }}<|im_end|>\n{% endfor %}"

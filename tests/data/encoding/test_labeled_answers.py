@@ -79,14 +79,10 @@ def test_a_prepared_data_set_has_prompts_and_labels(labeled):
                 text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
                 found.append((text, bool(answer.columns["label"])))
                 assert tokenizer.decode(group.prompt).strip()
-    wanted = [
-        (
-            completion.strip() if isinstance(completion := each["completion"], str) else completion[0]["content"],
-            each["label"],
-        )
-        for each in records
+    texts = [
+        each["completion"] if isinstance(each["prompt"], str) else each["completion"][0]["content"] for each in records
     ]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(found) == sorted((text.strip(), each["label"]) for text, each in zip(texts, records, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of the libraries of TRL

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 from record_files import invalid, write_lines
-from user_errors import refused
+from user_errors import refused, says
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
@@ -14,7 +14,6 @@ from odc_mpi.data.encoding.pairs import encode_pairs
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path
 from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.tokenizer import load_tokenizer
-from odc_mpi.errors import UserError
 
 END = "<|endoftext|>"
 
@@ -106,11 +105,10 @@ def counts(path):
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_each_side_is_truncated(stdlib_report, tmp_path, overlong):
+def test_each_side_is_truncated(prepared, overlong):
     equal_there = {"prompt": "\x01\x02", "chosen": "\x03" * 9 + "a", "rejected": "\x03" * 9 + "b"}
     sizes = [(3, 2, 4), (3, 4, 9), (3, 20, 20), (8, 1, 1), (7, 9, 1), (9, 1, 1)]
-    source = write_lines(tmp_path / "a.jsonl", *(letters(*each) for each in sizes), equal_there)
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong=overlong)
+    report = prepared(*(letters(*each) for each in sizes), equal_there, max_length=8, overlong=overlong)
     assert counts(report.path) == [(3, 3, 5), (3, 5, 5), (3, 5, 5), (7, 1, 1)]
     assert (report.num_sequences, report.num_truncated, report.num_truncated_tokens) == (4, 3, 5 + 32 + 10)
     assert (report.num_untrained_dropped, report.num_dropped, report.longest) == (0, 3, 13)
@@ -118,26 +116,21 @@ def test_each_side_is_truncated(stdlib_report, tmp_path, overlong):
     assert "sequences" not in report.describe()
 
 
-def test_overlong_pairs_are_dropped(stdlib_report, tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", letters(3, 4, 4), letters(3, 4, 5), letters(3, 9, 1))
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong="drop")
+def test_overlong_pairs_are_dropped(prepared):
+    report = prepared(letters(3, 4, 4), letters(3, 4, 5), letters(3, 9, 1), max_length=8, overlong="drop")
     assert counts(report.path) == [(3, 5, 5)]
     assert (report.num_dropped, report.num_dropped_tokens) == (2, 3 + 5 + 6 + 3 + 10 + 2)
 
 
-def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report, tmp_path):
+def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(prepared):
     equal = {"prompt": "a", "chosen": "b", "rejected": "b"}
     records = [letters(3, 4, 1), equal, letters(5, 1, 2), {"prompt": "a", "chosen": "", "rejected": "b"}]
-    source, out = write_lines(tmp_path / "a.jsonl", *records), tmp_path / "a.h5"
-    refused("a.jsonl, line 2: ... --bad-lines skip", prepare, source, out, tokenizer=stdlib_report.path)
-    report = prepare(source, out, tokenizer=stdlib_report.path, bad_lines="skip")
+    refused("a.jsonl, line 2: ... --bad-lines skip", prepared, *records)
+    report = prepared(*records, bad_lines="skip")
     assert (report.num_sequences, report.num_bad_lines, report.num_prompt_tokens) == (2, 2, 8)
-    assert report.describe().startswith(
-        f"{out}: 2 pairs, 20 tokens (12 loss tokens, 40% in prompts, which both answers share), longest 10\n"
-    )
-    assert "2 pairs, 20 tokens" in verify_dataset(out)
-    again = prepare(source, out, tokenizer=stdlib_report.path, bad_lines="skip")
-    assert "up to date" in again.describe() and "2 pairs" in again.describe()
+    figures = f"{report.path}: 2 pairs, 20 tokens (12 loss tokens, 40% in prompts"
+    assert report.describe().startswith(figures) and "longest 10\n" in report.describe()
+    assert "2 pairs, 20 tokens" in verify_dataset(report.path)
 
 
 @pytest.mark.slow
@@ -159,21 +152,15 @@ def test_pairs_and_other_examples_are_not_mixed(stdlib_report, tmp_path):
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
     labels = write_lines(tmp_path / "labels.jsonl", {"prompt": "a ", "completion": "b", "label": False})
-    other, pair = (
-        "an example without chosen and rejected, and without a label that is true or false",
-        "a pair of answers",
-    )
+    other, pair = "an example without chosen and rejected, and without a label", "a pair of answers"
     for sources, words in (
-        ([pairs, texts], f"texts.jsonl, line 1: got {other}, but {pairs}, line 1 is {pair}"),
+        ([pairs, texts], f"texts.jsonl, line 1: got {other}...{pairs}, line 1 is {pair}"),
         ([texts, pairs], f"pairs.jsonl, line 1: got {pair}, but {texts}, line 1 is {other}"),
         ([both], f"both.jsonl, line 3: got {pair}, but {both}, line 1 is {other}"),
-        ([labels, texts], f"texts.jsonl, line 1: got {other}, but {labels}, line 1 is an answer with a label"),
+        ([labels, texts], f"texts.jsonl, line 1: got {other}...{labels}, line 1 is an answer with a label"),
     ):
         options = PrepareOptions(tokenizer=stdlib_report.path, bad_lines="skip")
-        with pytest.raises(UserError) as caught:
-            module.prepare(sources, tmp_path / "a.h5", options)
-        message = str(caught.value)
-        assert words in message and message.endswith("with --columns"), message
+        refused(f"{words}...with --columns", module.prepare, sources, tmp_path / "a.h5", options)
     # Weights mix several sources of pairs.
     more = write_lines(tmp_path / "more.jsonl", *[letters(3, 2, 5)] * 3)
     mixed = module.prepare([f"{pairs}:1", f"{more}:1"], tmp_path / "a.h5", PrepareOptions(vocab_size=260))
@@ -187,10 +174,9 @@ def test_show_separates_both_answers(tmp_path, capsys):
     command = ["prepare", source, "--out", str(tmp_path / "a.h5"), "--vocab-size", "290", "--show", "1"]
     assert cli.main(command) == 0
     _, head, shown = capsys.readouterr().out.partition("\npair 0: ")
-    lines = shown.splitlines()
-    assert head and lines[1:4] == ["<|im_start|>user", "Is it?<|im_end|>", "<|im_start|>assistant"]
-    assert lines[4] == "" and lines[5].startswith("--- chosen: ") and lines[6] == "[[Yes.\\x1b<|im_end|>]]"
-    assert lines[7].startswith("--- rejected: ") and lines[8:] == ["[[No, lalala lala.<|im_end|>]]"]
+    words = "<|im_start|>user...Is it?<|im_end|>...<|im_start|>assistant...--- chosen: ...[[Yes.\\x1b<|im_end|>]]"
+    says(shown.replace("\n", " "), f"{words}...--- rejected: ...[[No, lalala lala.<|im_end|>]]")
+    assert head
     assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "trained on both answers"
 
 

@@ -103,16 +103,7 @@ def tiny_tokenizer(kind, *, vocab_size=500):
     if "bytes" in kind:  # Llama's and Gemma's tokenizers were trained on words, but do not split text themselves
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    if splits is None:
-        tokenizer.pre_tokenizer = None
-    else:
-        tokenizer.pre_tokenizer = splits
+    tokenizer.pre_tokenizer = splits
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[TURN],
-        clean_up_tokenization_spaces=False,
-    )
+    names = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNKNOWN, "additional_special_tokens": [TURN]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)

@@ -2,6 +2,7 @@
 
 import pytest
 from record_files import write_lines
+from user_errors import says
 
 from odc_mpi.data.encoding.blocks import FilterCounts
 from odc_mpi.data.prepare import PrepareOptions, prepare
@@ -36,8 +37,8 @@ def test_no_trained_end_is_a_warning(source, stdlib_report, tmp_path):
     (tmp_path / "marks.jinja").write_text(MARKS)
     options = PrepareOptions(tokenizer=stdlib_report.path, chat_template=tmp_path / "marks.jinja")
     text = prepare([source], tmp_path / "a.h5", options).describe()
-    warning = next(line for line in text.splitlines() if line.startswith("warning: "))
-    assert "--chat-template FILE" in warning and warning.endswith("such as '<|im_end|>', in 4 lines")
+    [warning] = [line for line in text.splitlines() if line.startswith("warning: ")]
+    says(warning, "--chat-template FILE...such as '<|im_end|>', in 4 lines")
 
 
 def test_counts_of_blocks_are_added():

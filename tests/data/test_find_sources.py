@@ -1,3 +1,5 @@
+"""Files and folders, data sets of the library `datasets`, and how they are mixed."""
+
 import gzip
 import importlib.util
 import json
@@ -10,6 +12,8 @@ from user_errors import refused
 
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.readers import arrow
+from odc_mpi.data.readers.arrow import is_hub_name
+from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.sources import find_sources, mix
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
@@ -89,13 +93,8 @@ def test_weights_are_shares_drawn_by_the_seed():
     write("none.jsonl", [])
     refused("'none.jsonl' contains no examples", read_all, "none.jsonl:1", "a.jsonl:1")
     for little in ("1e-9", "1e-320"):
-        refused(
-            "more than 1,000 times...'b.jsonl.gz'",
-            mix,
-            find_sources([f"a.jsonl:{little}", "b.jsonl.gz:1"]),
-            0,
-            "all_exhausted",
-        )
+        both = find_sources([f"a.jsonl:{little}", "b.jsonl.gz:1"])
+        refused("more than 1,000 times...'b.jsonl.gz'", mix, both, 0, "all_exhausted")
 
 
 def test_rows_are_as_lines():
@@ -166,3 +165,51 @@ def test_a_file_is_read_in_batches(monkeypatch):
     assert len(blocks) == 8 and sum(advanced) <= source.num_bytes
     places = [where for block in blocks for where, _ in block.records()]
     assert places == [f"a.parquet, row {i + 1}" for i in range(50)]
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+ROWS = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": 0}], "id": 1},
+    {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "tool_calls": [CALL]}]},
+] * 200
+
+
+def test_names_on_the_hub():
+    refused("expected a directory of save_to_disk", find_sources, ["stdlib"], "test")
+    assert not any(map(is_hub_name, ("a", "a/b/c/d", "/a/b", "a//b", "a b/c", "./a", "../a/b", "~/a")))
+
+
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch):
+    monkeypatch.setattr(arrow, "load", None)
+    Path("mine").mkdir()
+    Path("mine/chats.jsonl").write_text("")
+    for name in ("mine/chat.jsonl", "./mine/chats.json", "mine/chats", "mine/../mine/chats.jsonl.gz"):
+        refused(f"{name!r}: no such file or folder (did you mean chats.jsonl?): give", find_sources, [name])
+    for name in ("data/chat.csv", "data/a.txt.gz", "./chat", "../a/b", "mine/CHATS.JSONL", "mine/other/data"):
+        refused(f"{name!r}: no such file or folder: give", find_sources, [name])
+    refused(f"{str(Path.home() / 'a/b')!r}: no such file or folder: give", find_sources, ["~/a/b"])
+
+
+def test_saved_data_sets(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk("saved")
+    datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk("splits")
+    wanted = [parse_example(json.loads(json.dumps(row)), "") for row in ROWS]
+    for name, split, expected in (("saved", None, wanted), ("splits", None, wanted), ("splits", "test", wanted[1:2])):
+        [source] = find_sources([name], split)
+        assert source.count() == len(expected) and source.stamps() and not source.is_folder
+        done = []
+        examples = parse_blocks(source.read(done.append))
+        for example, other in zip(examples, expected, strict=True):
+            assert isinstance(example, Conversation) and isinstance(other, Conversation)
+            assert (example.messages, example.context) == (other.messages, other.context)
+        assert examples[-1].location == f"{name}, row {len(expected)}"
+        assert 0 < sum(done) <= source.num_bytes
+    refused("--split: expected one of train, test for 'splits', got 'dev'", find_sources, ["splits"], "dev")
+    Path("saved/data-00000-of-00001.arrow").write_bytes(b"ARROW")
+    refused("the data set 'saved' cannot be loaded", find_sources, ["saved"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, split: data.select([0]) if split == "train" else None)
+    [source] = find_sources(["owner/name/main"])
+    assert (source.origin, source.count()) == ("owner/name/main", 1)
