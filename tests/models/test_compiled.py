@@ -55,17 +55,12 @@ def assert_same_training(num_layers, rtol, atol):
         wanted.backward()
     for (name, ours), wanted in zip(module.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, wanted.grad, rtol=rtol, atol=atol, msg=name)
+    return module
 
 
-def test_layers_and_lengths_share_graphs_and_compute_as_before(backend):
-    assert_same_training(2, rtol=0, atol=0)
+def test_layers_and_lengths_share_graphs_and_compute_as_before_and_the_twin_keeps_no_parameters(backend):
+    module = assert_same_training(2, rtol=0, atol=0)
     assert 0 < backend.frame_count <= NUM_GRAPHS
-
-
-def test_the_twin_keeps_no_parameters(backend):
-    module = model(1)
-    compiled.compile_layers(module)
-    loss(module, (4, 4))
     twin = module.model.layers[0].forward._twin
     assert list(twin.parameters()) == []
     assert twin.mlp.down_proj is not module.model.layers[0].mlp.down_proj

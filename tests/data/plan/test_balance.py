@@ -49,7 +49,8 @@ def test_each_sequence_is_planned_once_and_fits(name, exact, packs):
 
 
 def test_refuses_what_does_not_fit():
-    refused("at most 20 tokens, got 21 in sequence 2 ...max_tokens_per_m", check_fit, np.array([20, 5, 21, 30]), 20)
+    words = "at most 20 tokens, got 21 in sequence 2 ...data.max_tokens_per_microbatch"
+    refused(words, check_fit, np.array([20, 5, 21, 30]), 20)
     refused("3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 (1 of 2", check_fit, np.array([5, 3073]), 1024, 3)
 
 

@@ -87,8 +87,8 @@ def test_roles():
     ("record", "words"),
     [
         ({"conversations": [{"from": "human"}]}, "expected the field 'content'"),
-        ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0, 1, false, got 0.5"),
-        ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be 0, 1, false, got 'no'"),
+        ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0, 1, false or true, got 0.5"),
+        ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be 0, 1, false or true, got 'no'"),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "expected JSON text in a 'function_call'"),
         ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "an object with 'name', got"),
         ({"instruction": "x", "output": 3}, "expected 'output' to be a string"),
