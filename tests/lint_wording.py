@@ -72,7 +72,6 @@ def faults(source, path="odc_mpi/module.py"):
     exempt = re.compile(r"property$|\boverride$|\.setter$")
     for node in (f for f in functions if not any(exempt.search(ast.unparse(name)) for name in f.decorator_list)):
         text, words = ast.get_docstring(node) or "", _words_of_calls(node)
-        # A collective function may make one-sided calls, too.
         expected = "Collective" if "Collective" in words else "Collective|One-sided"
         missing = words and not re.search(rf"(?:^\s*|[.:;?!)]\s+)(?:{expected})\b", text, re.MULTILINE)
         if missing and text and not re.match(r"See `[\w.]+`", text):  # ruff demands the docstring

@@ -4,8 +4,7 @@ import pytest
 from lint_wording import faults
 
 FAULTS = {
-    "Fetch a unit. Local.": ". Local",
-    "Fetch.\n\n    Args:\n        dtypes (list): Of the units.\n    ": "dtypes (list): Of",
+    "Fetch. Local.\n\n    Args:\n        dtypes (list): Of the units.\n    ": ". Local;dtypes (list): Of",
     "Return whether it is\n    told, not `told`. Tokenise.": "Return whether it;told;Tokenise",
 }
 

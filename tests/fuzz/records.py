@@ -166,8 +166,11 @@ class Draw:
             drawn.record["messages"] = messages
             # What follows the last answer with loss has no effect on training.
             rendered = json.dumps(messages, ensure_ascii=False)
-            last = max((rendered.rfind(text) for text in drawn.trained), default=len(rendered))
-            after = [text for text in drawn.untrained if rendered.rfind(text) > last]
+            # Without other letters, which JSON text within the JSON may escape.
+            texts = (*drawn.trained, *drawn.untrained)
+            place = {text: rendered.rfind(text.encode("ascii", "ignore").decode().rstrip()) for text in texts}
+            last = max((place[text] for text in drawn.trained), default=len(rendered))
+            after = [text for text in drawn.untrained if place[text] > last]
             drawn.untrained = [text for text in drawn.untrained if text not in after]
             drawn.unseen += after
         else:

@@ -202,6 +202,8 @@ def test_a_run_with_rewards(run):
     kinds = [text.get_text() for text in legend.get_texts()]
     assert {"computes", "generates", "evaluates", "saves", "waits for other ranks"} <= set(kinds)
     assert len({tuple(np.ravel(handle.get_facecolor())) for handle in legend.legend_handles}) == len(kinds)
+    plain = {kind for kind, handle in zip(kinds, legend.legend_handles, strict=True) if not handle.get_hatch()}
+    assert plain == {"computes", "generates"}
     assert "of step 3" not in page and "loss" not in page and NASTY not in page
     extract_plots(page)
 
