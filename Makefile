@@ -166,8 +166,8 @@ test-all: $(READY)
 
 # The tests whose outcome can depend on the MPI library, for CI with a second one.
 test-library: $(READY)
-	$(MAKE) test-shutdown test-slurm MARKS=library
-	$(MAKE) test-mpi test-hosts
+	$(MAKE) test-shutdown test-slurm test-hosts MARKS=library
+	$(MAKE) test-mpi
 
 test-serial: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
@@ -179,13 +179,14 @@ test-launch: test-commands test-shutdown
 test-commands: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/commands --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
-# Tests of deadlines and exits, or of leftovers in /dev/shm, run one at a time.
+# Jobs with a rank at fault, which mostly wait, concurrently; then tests of short deadlines and of all names in /dev/shm.
 test-shutdown: $(READY)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/faults --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/shutdown $(CHOSEN)
 
 # Two hosts of network namespaces: require root and iproute2; skipped otherwise, unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/hosts
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/hosts $(CHOSEN)
 
 # A Slurm of two nodes: requires root, slurm-wlm, munge, libpmix-dev; skipped otherwise, unless ODC_MPI_REQUIRE_SLURM=1.
 test-slurm: $(READY)

@@ -144,9 +144,9 @@ class Soaking:
         """Train on 3 ranks until one is killed, on 2 until one is killed, on 4 to the end; return the digest."""
         way = Way(name, 4, PLAIN, {})
         for ranks, until in ((3, self._steps // 5), (2, 3 * self._steps // 5)):
-            process = start(ranks, *self.command(way))
+            process = start(ranks, *self.command(way), timeout_s=TIMEOUT_S)
             is_due = partial(_has_done, self._directory / name, until)
-            assert kill_a_rank_when(process, is_due, TIMEOUT_S).code != 0, "the run ended before it was killed"
+            assert kill_a_rank_when(process, is_due).code != 0, "the run ended before it was killed"
         return self.digest(way)
 
 

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "launch"), str(HERE.parent / "fakes")]  # for a run by hand
 import mpi_launch  # noqa: E402
 import two_hosts  # noqa: E402
-from processes import descendants  # noqa: E402
+from mpi_launch import wait_until  # noqa: E402
 from small_run import last_step, losses, write_config, write_data  # noqa: E402
 
 from odc_mpi.checkpoint.commands import verify  # noqa: E402
@@ -99,66 +99,29 @@ def draw(random_numbers, ranks):
     )
 
 
-class Run:
-    """A start of the run on two hosts, its output, and its ranks' processes."""
-
-    def __init__(self, config, steps, settings):
-        train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
-        train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS, *settings)
-        self._output = config.with_name(f"output-{time.time_ns()}")
-        with self._output.open("wb") as stream:
-            self._process = two_hosts.start(1, *train, stream=stream, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
-
-    @property
-    def text(self):
-        return self._output.read_text(errors="replace")
-
-    @property
-    def step(self):
-        """The last step that it has printed."""
-        steps = re.findall(r"^ *(\d+)/\d+ ", self.text, re.MULTILINE)
-        return int(steps[-1]) if steps else 0
-
-    @property
-    def is_over(self):
-        return self._process.poll() is not None
-
-    def wait_until(self, is_so, patience_s=PATIENCE_S):
-        """Wait for something, or for the end; return whether it came to be so."""
-        ends = time.monotonic() + patience_s
-        while not (so := is_so()) and not self.is_over and time.monotonic() < ends:
-            time.sleep(0.02)
-        return so
-
-    def ranks(self, count=2):
-        """The processes of the ranks, by rank; fewer if the run ends meanwhile."""
-        found = {}
-
-        def all_are_there():
-            for pid, words in descendants(self._process.pid).items():
-                with suppress(OSError):
-                    output = Path(f"/proc/{pid}/environ").read_bytes()
-                    rank = re.search(rb"(?:^|\0)(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)", output)
-                    if rank and words[1:3] == ["-m", "odc_mpi"]:
-                        found[int(rank[1])] = pid
-            return len(found) == count
-
-        self.wait_until(all_are_there)
-        return found
-
-    def finish(self):
-        """Wait for the end; return the exit code, None if it had to be killed."""
-        self.wait_until(lambda: False)
-        in_time = self.is_over
-        self.end()
-        return self._process.returncode if in_time else None
-
-    def end(self):
-        """Kill the rest of the run."""
-        two_hosts.end(self._process)
+def begin(config, steps, settings):
+    """Start the run on two hosts."""
+    train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
+    train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS, *settings)
+    return two_hosts.start(1, *train, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
 
 
-def inflict(run, fault, pids):
+def printed_step(job):
+    """The last step that a run has printed; 0 before the first."""
+    steps = re.findall(r"^ *(\d+)/\d+ ", job.out, re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def is_over(job):
+    return job.poll() is not None
+
+
+def patiently(job, is_so):
+    """Wait for something, or for the end; return whether it came to be so."""
+    return wait_until(lambda: is_so() or is_over(job), PATIENCE_S) and is_so()
+
+
+def inflict(job, fault, pids):
     """Do what a fault says; what is for a moment, or hinders the end of the run, is made good again."""
     pid = pids[fault.rank]
     if fault.kind == "kill":
@@ -174,9 +137,9 @@ def inflict(run, fault, pids):
             set_network(host.fileno(), "down")
             if fault.kind == "cut":
                 # A launcher cannot end ranks that it does not reach: so until the line is said.
-                run.wait_until(lambda: named(run.text, None))
+                patiently(job, lambda: named(job.text, None))
             time.sleep(MOMENT_S)
-            if not run.is_over:
+            if not is_over(job):
                 set_network(host.fileno(), "up")
 
 
@@ -207,60 +170,56 @@ def endure(directory, num_faults, seed):
     Raises:
         AssertionError: A run ended in another way than with a line that names the rank, or did not end.
     """
-    runs, series = [], SERIES[seed % len(SERIES)]
+    series = SERIES[seed % len(SERIES)]
     config = write_config(write_data(directory / "small.h5"), directory)
     starts = [(*series.settings, *islands) for islands in series.starts]
     try:
-        _inflict_all(runs, config, starts, num_faults, seed)
-        if not runs[-1].is_over:
-            runs[-1].wait_until(lambda: runs[-1].step)
+        job = _inflict_all(config, starts, num_faults, seed)
+        if not is_over(job):
+            patiently(job, lambda: printed_step(job))
             # Islands that train apart merge before they stop, so their losses would be others.
-            os.kill(runs[-1].ranks()[0], signal.SIGKILL if series.ranks_alone else signal.SIGUSR1)
-            code = runs[-1].finish()
-            assert code not in (None, 0) if series.ranks_alone else code == 75, f"seed {seed}: {runs[-1].text}"
+            os.kill(job.ranks()[0], signal.SIGKILL if series.ranks_alone else signal.SIGUSR1)
+            code = job.finish(PATIENCE_S).code
+            assert code != 0 if series.ranks_alone else code == 75, f"seed {seed}: {job.text}"
         steps = last_step(directory / "run") + STEPS_LEFT
         one = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.dir", directory / "alone")
         islands = ("--islands.by", 1) if series.ranks_alone else ()
         alone = mpi_launch.start(series.ranks_alone, *one, *SETTINGS, *starts[0], *islands)
-        runs.append(Run(config, steps, starts[0]))
-        assert runs[-1].finish() == 0, f"seed {seed}: {runs[-1].text}"
-        done = mpi_launch.finish(alone)
-        assert done.code == 0, done.err
+        for job in (begin(config, steps, starts[0]), alone):
+            done = job.finish(PATIENCE_S)
+            assert done.code == 0, f"seed {seed}: {job.text}"
     finally:
         mpi_launch.end_all()
-        for run in runs:
-            run.end()
     lines, damaged = verify(directory / "run")
     assert damaged == 0, lines
     return losses(directory / "run"), losses(directory / "alone")
 
 
-def _inflict_all(runs, config, starts, num_faults, seed):
-    """Start the run, and once more after each fault that ended it, until all faults have happened."""
-    random_numbers = random.Random(seed)
+def _inflict_all(config, starts, num_faults, seed):
+    """Start the run, and once more after each fault that ended it, until all have happened; return the last start."""
+    random_numbers, num_starts, job = random.Random(seed), 0, None
     for number in range(1, num_faults + 1):
-        if not runs or runs[-1].is_over:
-            runs.append(Run(config, ENDLESS, starts[len(runs) % len(starts)]))
-        run, fault = runs[-1], draw(random_numbers, 2)
-        pids = run.ranks()
-        target = run.step + fault.steps if fault.steps else 0
-        came = run.wait_until(lambda: run.step >= target)  # noqa: B023 - called at once
-        assert came and not run.is_over, f"seed {seed}: before fault {number}: {run.text}"
+        if job is None or is_over(job):
+            job, num_starts = begin(config, ENDLESS, starts[num_starts % len(starts)]), num_starts + 1
+        fault, output = draw(random_numbers, 2), f"seed {seed}, fault {number} of {num_faults}"
+        came = patiently(job, lambda: len(job.ranks()) == 2)  # noqa: B023 - called at once, as those below
+        pids, target = job.ranks(), printed_step(job) + fault.steps if fault.steps else 0
+        came = came and patiently(job, lambda: printed_step(job) >= target)  # noqa: B023
+        assert came and not is_over(job), f"before {output}: {job.text}"
         time.sleep(fault.after_s)
-        before = run.step
+        before = printed_step(job)
         with suppress(ProcessLookupError, FileNotFoundError):  # it is gone already
-            inflict(run, fault, pids)
+            inflict(job, fault, pids)
         ending = "went on"
-        outlasted = fault.kind.endswith("moment") and run.wait_until(lambda: run.step > before + 1)  # noqa: B023
-        if not outlasted:
-            code = run.finish()
-            ending = f"ended with {code} at step {run.step}"
-            output = f"seed {seed}, fault {number}, {fault}: {ending}: {run.text}"
-            assert code not in (None, 0), output
+        if not (fault.kind.endswith("moment") and patiently(job, lambda: printed_step(job) > before + 1)):  # noqa: B023
+            code = job.finish(PATIENCE_S).code
+            ending = f"ended with {code} at step {printed_step(job)}"
+            assert code != 0, f"{output}, {fault}: {ending}: {job.text}"
             # Of two hosts either is cut off from the other; and no rank knows which one is late before MPI is up.
-            is_known = run.step and "cut" not in fault.kind
-            assert named(run.text, fault.rank if is_known else None), output
-        print(f"seed {seed}, fault {number} of {num_faults}, {fault}: {ending}", flush=True)
+            is_known = printed_step(job) and "cut" not in fault.kind
+            assert named(job.text, fault.rank if is_known else None), f"{output}, {fault}: {ending}: {job.text}"
+        print(f"{output}, {fault}: {ending}", flush=True)
+    return job
 
 
 def main():

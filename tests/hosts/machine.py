@@ -13,8 +13,10 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))
+from mpi_launch import wait_until
 
 AGENT = Path(__file__).with_name("agent")
 SCRATCH = Path("/run/tmp")
@@ -33,14 +35,6 @@ def run(*command):
 
 def read(*command):
     return subprocess.run(command, check=True, timeout=20, capture_output=True, text=True).stdout
-
-
-def wait_until(is_so, timeout_s):
-    """Look again and again; say whether it came to be so in time."""
-    deadline = time.monotonic() + timeout_s
-    while not (so := is_so()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return so
 
 
 def make_mounts(scratch, addresses):

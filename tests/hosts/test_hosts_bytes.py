@@ -89,7 +89,6 @@ def test_a_host_receives_each_byte_once(tmp_path):
     assert frozen <= 0.3 * shared, done.out
 
 
-@pytest.mark.library
 @pytest.mark.timeout(500)
 def test_caches_and_islands_reduce_the_bytes_and_change_no_bit(data, tmp_path):
     """With several microbatches of a rank in a step, and evaluations between the steps."""

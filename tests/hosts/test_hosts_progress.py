@@ -6,6 +6,8 @@ import pytest
 from mpi_launch import script
 from two_hosts import launch
 
+pytestmark = pytest.mark.library
+
 # The last rank computes for 3 s without calling MPI; those of the other host come and go meanwhile.
 COMPUTES = r"""
 import sys, time

@@ -18,16 +18,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "launch"))  # for a run by hand
 from machine import LEFT_BEHIND  # noqa: E402, F401 - for those who look at exit codes
-from mpi_launch import MPIEXEC, Finished, environment  # noqa: E402
-
-#: The exit code of a launch that reached its deadline, as `timeout` has it.
-TIMED_OUT = 124
+from mpi_launch import MPIEXEC, Job, environment  # noqa: E402
 
 #: What both libraries need to see a network here, unless the environment says otherwise. Each of them looks below the
 #: host names and finds one kernel.
@@ -69,55 +65,26 @@ def require(reason, variable):
         (pytest.fail if os.environ.get(variable) == "1" else pytest.skip)(reason)
 
 
-def start(ranks_per_host, *command, cwd=None, stream=subprocess.PIPE, **env):
-    """Start python with these arguments on the ranks of two hosts: the first on node0, the others on node1.
+def words_of(ranks_per_host, command):
+    """Return the words that start python with some arguments on the ranks of two hosts: the first on node0.
 
     `ranks_per_host` is a number for both hosts, or a text such as "2,1".
     """
     # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
     shell = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    machine = [sys.executable, str(HERE / "machine.py"), MPIEXEC, str(ranks_per_host)]
-    return subprocess.Popen(
-        [*shell, *machine, sys.executable, *map(str, command)],
-        stdout=stream,
-        stderr=stream,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=cwd,
-        env=environment(**{name: os.environ.get(name, value) for name, value in NETWORK.items()} | env),
-    )
+    return [*shell, sys.executable, HERE / "machine.py", MPIEXEC, ranks_per_host, sys.executable, *command]
 
 
-def finish(process, timeout_s):
-    """Wait for the end; at the deadline, and on any exception, all processes of both hosts are killed."""
-    began = time.monotonic()
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-        return Finished(process.returncode, out or "", err or "", time.monotonic() - began)
-    except subprocess.TimeoutExpired:
-        end(process)
-        out, err = process.communicate(timeout=20)
-        errors = f"{err or ''}\ntwo_hosts: did not end within {timeout_s:g} s, all ranks were killed\n"
-        return Finished(TIMED_OUT, out or "", errors, time.monotonic() - began)
-    finally:
-        end(process)
+def variables(**changes):
+    return environment(**{name: os.environ.get(name, value) for name, value in NETWORK.items()} | changes)
 
 
-def first_of(process):
-    """Return the process ids, at most one, of the first process in the PID namespace of a started job."""
-    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+def start(ranks_per_host, *command, timeout_s=60, cwd=None, **env):
+    return Job(words_of(ranks_per_host, command), cwd, variables(**env), timeout_s, signal.SIGKILL)
 
 
-def end(process):
-    """Kill a job, if it still runs, and wait until none of its processes is left."""
-    if process.poll() is None:
-        # Not the outermost: the first of a PID namespace is gone, to its parent, only when all others are.
-        os.kill(int((first_of(process) or [process.pid])[0]), signal.SIGKILL)
-        process.wait(timeout=20)
-
-
-def launch(ranks_per_host, *command, timeout_s=60, **options):
-    return finish(start(ranks_per_host, *command, **options), timeout_s)
+def launch(ranks_per_host, *command, **options):
+    return start(ranks_per_host, *command, **options).finish()
 
 
 def main():
@@ -129,9 +96,8 @@ def main():
     reason = missing()
     if reason is not None:
         parser.error(reason)
-    done = launch(arguments.ranks_per_host, *arguments.command, timeout_s=arguments.timeout_s, stream=None)
-    print(done.err, end="", file=sys.stderr)
-    return done.code
+    words = map(str, words_of(arguments.ranks_per_host, arguments.command))
+    return subprocess.run(words, env=variables(), stdin=subprocess.DEVNULL, timeout=arguments.timeout_s).returncode
 
 
 if __name__ == "__main__":

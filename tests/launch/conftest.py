@@ -1,8 +1,8 @@
 """Fixtures of real launches."""
 
 import pytest
-from mpi_launch import MPIEXEC, end_all
-from small_run import config, data  # noqa: F401 - fixtures
+from mpi_launch import MPIEXEC
+from small_run import config, data, nothing_left_running  # noqa: F401 - fixtures
 
 
 def pytest_collection_modifyitems(items):
@@ -11,9 +11,3 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no mpiexec beside python or on the PATH"))
         if "quick" not in item.keywords:
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    end_all()

@@ -1,4 +1,4 @@
-"""Real launches: mpiexec in a process group of its own, with a deadline, so that nothing stays behind."""
+"""Real launches: a `Job` has its output in files, one deadline, and a mark by which all of its processes are found."""
 
 import os
 import random
@@ -11,11 +11,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import descendants, is_python
+from processes import command_line, is_python, is_running
 
 ROOT = Path(__file__).parents[2]
 _BESIDE = Path(sys.executable).with_name("mpiexec")
 MPIEXEC = str(_BESIDE) if _BESIDE.exists() else shutil.which("mpiexec")
+#: Seconds that launchers take to end the last of what they started.
+GRACE_S = 10.0
+#: Names each job in the environment of all of its processes, also of those that it has lost.
+MARK = "ODC_MPI_TEST_JOB"
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_osc": "^ucx",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 
 @dataclass
@@ -34,93 +44,156 @@ class Finished:
 
 def environment(**changes):
     pass_on = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_COMM", "PYTEST"))}
-    return (
-        pass_on
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_osc": "^ucx",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "HF_HUB_OFFLINE": "1",
-        }
-        | {k: str(v) for k, v in changes.items()}
-    )
+    usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return pass_on | MPI | usual | {k: str(v) for k, v in changes.items()}
 
 
+def wait_until(is_so, timeout_s=GRACE_S, every_s=0.02):
+    """Look again and again; return whether it came to be so in time."""
+    deadline = time.monotonic() + timeout_s
+    while not (so := is_so()) and time.monotonic() < deadline:
+        time.sleep(every_s)
+    return so
+
+
+#: Jobs that nobody has seen end.
 _started = []
 
 
-def start(ranks, *command, cwd=None, **env):
+class Job:
+    """A command in a process group of its own. All waits together end `timeout_s` after the start."""
+
+    def __init__(self, words, cwd=None, env=None, timeout_s=90, ended_by=signal.SIGTERM):
+        number = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._mark = f"{MARK}={number}"
+        self._streams = os.memfd_create("out"), os.memfd_create("err")
+        self.began, self.timeout_s, self._ended_by = time.monotonic(), timeout_s, ended_by
+        self._process = subprocess.Popen(
+            [str(word) for word in words],
+            stdin=subprocess.DEVNULL,
+            stdout=self._streams[0],
+            stderr=self._streams[1],
+            cwd=cwd,
+            env={MARK: number} | (environment() if env is None else env),
+            start_new_session=True,
+        )
+        self.pid, self.poll, self.send_signal = self._process.pid, self._process.poll, self._process.send_signal
+        _started.append(self)
+
+    def __del__(self):
+        for stream in self._streams:
+            os.close(stream)
+
+    @property
+    def out(self):
+        return self._read(self._streams[0])
+
+    @property
+    def err(self):
+        return self._read(self._streams[1])
+
+    @staticmethod
+    def _read(stream):
+        return os.pread(stream, os.fstat(stream).st_size, 0).decode(errors="replace")
+
+    def processes(self):
+        """The environments of all running processes of this job, by process id."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # ended meanwhile
+                variables = path.read_bytes().decode(errors="replace").split("\0")
+                if self._mark in variables and is_running(int(path.parent.name)):
+                    found[int(path.parent.name)] = dict(word.partition("=")[::2] for word in variables)
+        return found
+
+    def ranks(self):
+        """The process ids of its ranks, by rank."""
+        found = {}
+        for pid, variables in sorted(self.processes().items(), reverse=True):
+            rank = variables.get("PMI_RANK") or variables.get("OMPI_COMM_WORLD_RANK")
+            if rank and is_python(command_line(pid)):
+                found[int(rank)] = pid  # of a rank's children, the rank, which is older
+        return found
+
+    def wait_until(self, is_so):
+        """Wait for what comes before the end of the job."""
+        while not is_so():
+            left_s = self.timeout_s - (time.monotonic() - self.began)
+            if self.poll() is not None or left_s < 0:
+                self.end()
+                raise AssertionError(f"ended too early, or late, after {self.timeout_s - left_s:.0f} s{self.text}")
+            time.sleep(0.01)
+
+    def wait_for(self, words):
+        """Wait until words are printed."""
+        self.wait_until(lambda: words in f" {self.out}".replace("\n", "\n "))
+
+    @property
+    def text(self):
+        return f"\n{self.out}\n{self.err}"
+
+    def finish(self, timeout_s=None):
+        """Wait for the end, after which nothing may run on. Beyond the deadline all is killed, and the test fails."""
+        began = time.monotonic()
+        try:
+            self._process.wait(timeout_s or max(1.0, self.timeout_s - (began - self.began)))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {timeout_s or self.timeout_s} s{self.text}") from None
+        finally:
+            seconds = time.monotonic() - began
+            self.end()
+        return Finished(self.poll(), self.out, self.err, seconds)
+
+    def kill_a_rank(self):
+        """End any rank at once; return how the launcher ends."""
+        os.kill(random.choice(list(self.ranks().values())), signal.SIGKILL)
+        return self.finish()
+
+    def end(self):
+        """End what still runs; fail if a job that had ended left something behind."""
+        if self in _started:
+            _started.remove(self)
+        had_ended = self.poll() is not None
+        if not had_ended:
+            # Launchers end their ranks, which are in process groups of their own, when asked to.
+            self._process.send_signal(self._ended_by)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        wait_until(lambda: not self.processes())
+        left = self.processes()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait(GRACE_S)
+        assert not (had_ended and left), f"processes outlived the job: {left}{self.text}"
+
+
+def start(ranks, *command, timeout_s=90, cwd=None, **env):
     """Start python with these arguments on some ranks; on one without a launcher if `ranks` is 0."""
-    launcher = [MPIEXEC, "-n", str(ranks)] if ranks else []
-    return _start([*launcher, sys.executable, *map(str, command)], cwd, env)
+    launcher = [MPIEXEC, "-n", ranks] if ranks else []
+    return Job([*launcher, sys.executable, *command], cwd, environment(**env), timeout_s)
 
 
-def start_shell(commands, cwd):
+def start_shell(commands, cwd, timeout_s=90):
     """Start commands in bash, with the programs beside python first on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return _start(["bash", "-c", commands], cwd, {"PATH": path})
-
-
-def _start(words, cwd, env):
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=cwd,
-        env=environment(**env),
-        start_new_session=True,
-    )
-    _started.append(process)
-    return process
+    return Job(["bash", "-c", commands], cwd, environment(PATH=path), timeout_s)
 
 
 def end_all():
     """End what a test that failed on the way left running."""
     while _started:
-        process = _started.pop()
-        if process.poll() is None:
-            # Launchers end their ranks, which are in process groups of their own, when asked to.
-            process.terminate()
-            try:
-                process.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        _started[-1].end()
 
 
-def finish(process, timeout_s=90):
-    """Wait for the end; beyond the deadline everything that was started is killed and the test fails."""
-    began = time.monotonic()
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        out, err = process.communicate(timeout=20)
-        raise AssertionError(f"did not end within {timeout_s} s\n{out}\n{err}") from None
-    return Finished(process.returncode, out, err, time.monotonic() - began)
+def finish(job, timeout_s=None):
+    return job.finish(timeout_s)
 
 
-def kill_a_rank_when(process, condition, timeout_s=90, num_ranks=1):
-    """Kill a rank of a launched `odc-mpi train` as soon as the condition holds; the launcher ends the others.
-
-    At least `num_ranks` have started by then.
-    """
-    end = time.monotonic() + timeout_s
-    while len(_ranks_of(process)) < num_ranks or not condition():
-        if process.poll() is not None or time.monotonic() > end:
-            process.terminate()
-            raise AssertionError(process.communicate(timeout=20))
-        time.sleep(0.01)
-    os.kill(random.choice(_ranks_of(process)), signal.SIGKILL)
-    return finish(process)
-
-
-def _ranks_of(process):
-    return [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
+def kill_a_rank_when(job, condition, num_ranks=1):
+    """Kill a rank as soon as the condition holds, and so many ranks have started; the launcher ends the others."""
+    job.wait_until(lambda: condition() and len(job.ranks()) >= num_ranks)
+    return job.kill_a_rank()
 
 
 def script(folder, text):
@@ -130,8 +203,8 @@ def script(folder, text):
     return path
 
 
-def launch(ranks, *command, timeout_s=90, cwd=None, **env):
-    return finish(start(ranks, *command, cwd=cwd, **env), timeout_s)
+def launch(ranks, *command, **options):
+    return start(ranks, *command, **options).finish()
 
 
 def odc_mpi(ranks, *arguments, **options):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from mpi_launch import end_all
 from tiny_qwen2 import QWEN2
 
 from odc_mpi.data.dataset.writer import DatasetWriter
@@ -25,6 +26,12 @@ def data(tmp_path_factory):
 def config(data, tmp_path):
     """A configuration file and the run directory it names."""
     return write_config(data, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    yield
+    end_all()
 
 
 def write_data(path):

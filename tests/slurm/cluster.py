@@ -5,17 +5,15 @@ of it together with its first process, and that with this one, however it ends: 
 """
 
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "launch"), str(HERE.parent / "hosts")]
 import two_hosts  # noqa: E402
-from mpi_launch import MPIEXEC, ROOT, Finished, environment  # noqa: E402
+from mpi_launch import MARK, MPIEXEC, ROOT, Job, environment, wait_until  # noqa: E402
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv", "mount")
 #: States that a job does not leave by itself.
@@ -46,37 +44,20 @@ class Cluster:
     def __enter__(self):
         # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
         namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", "--uts", "--ipc"]
-        self._process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *namespaces, sys.executable, HERE / "daemons.py"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        output = select.select([self._process.stdout], [], [], START_S)[0] and self._process.stdout.readline()
-        if output != "ready\n":
-            os.kill(self._process.pid, signal.SIGKILL)
-            raise RuntimeError(f"Slurm did not start within {START_S:g} s: {output}{self._process.stdout.read()}")
-        self.first = two_hosts.first_of(self._process)[0]
+        words = ["setpriv", "--pdeathsig", "KILL", *namespaces, sys.executable, HERE / "daemons.py"]
+        self._daemons = Job(words, timeout_s=START_S, ended_by=signal.SIGKILL)
+        self._daemons.wait_for("ready")
+        self.first = Path(f"/proc/{self._daemons.pid}/task/{self._daemons.pid}/children").read_text().split()[0]
         return self
 
     def __exit__(self, *_):
-        two_hosts.end(self._process)
-        self._process.stdout.close()
+        self._daemons.end()
 
     def run(self, *command, cwd=ROOT, timeout_s=60, **env):
-        """Run a program beside the daemons, such as sbatch."""
+        """Run a program beside the daemons, such as sbatch, whose jobs outlive it."""
         enter = ["nsenter", "--target", self.first, "--mount", "--uts", "--net", "--pid", "--ipc"]
-        began = time.monotonic()
-        done = subprocess.run(
-            [*enter, f"--wdns={cwd}", "--", *map(str, command)],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=timeout_s,
-            env=self._environment(env),
-        )
-        return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+        variables = self._environment(env) | {MARK: ""}
+        return Job([*enter, f"--wdns={cwd}", "--", *command], env=variables, timeout_s=timeout_s).finish()
 
     def _environment(self, changes):
         variables = {
@@ -92,9 +73,6 @@ class Cluster:
 
     def wait(self, job, timeout_s=90, states=frozenset(ENDED)):
         """Wait until a job is in one of some states; return what is known of it."""
-        deadline = time.monotonic() + timeout_s
-        while (fields := self.show(job)).get("JobState") not in states:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {fields}")
-            time.sleep(0.5)
-        return fields
+        has_come = wait_until(lambda: self.show(job).get("JobState") in states, timeout_s, every_s=0.5)
+        assert has_come, f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {self.show(job)}"
+        return self.show(job)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "hosts"))
 import machine
+import mpi_launch
 from machine import run
 
 NODES = ("node0", "node1")
@@ -65,7 +66,7 @@ NODE = (
 
 
 def wait_until(is_so, what):
-    if not machine.wait_until(is_so, START_S):
+    if not mpi_launch.wait_until(is_so, START_S):
         logs = [f"{path}:\n{path.read_text()[-2000:]}" for path in SLURM.glob("*.log")]
         raise SystemExit("\n".join([f"{what} did not come up within {START_S:g} s", *logs]))
 

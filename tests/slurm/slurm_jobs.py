@@ -1,9 +1,8 @@
 """Jobs for the tests: a training that takes some seconds, submitted with the templates."""
 
 import json
-import time
 
-from mpi_launch import ROOT
+from mpi_launch import ROOT, wait_until
 from small_run import write_config
 
 #: Steps of every training here: long enough to be interrupted in the middle.
@@ -70,14 +69,8 @@ class Directory:
 
     def wait_for_steps(self, number, run):
         """Wait until a run has done so many steps."""
-        self._wait(run, lambda: len(self.steps(run)) >= number)
+        assert wait_until(lambda: len(self.steps(run)) >= number, LIMIT_S), run
 
     def wait_for_checkpoint(self, run):
         """Wait until a run has published a checkpoint."""
-        self._wait(run, lambda: any((self.path / run).glob("checkpoints/step_*")))
-
-    def _wait(self, run, condition):
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"{run}: {len(self.steps(run))} steps in {LIMIT_S} s"
-            time.sleep(0.05)
+        assert wait_until(lambda: any((self.path / run).glob("checkpoints/step_*")), LIMIT_S), run

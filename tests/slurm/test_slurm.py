@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import yaml
 from cluster import srun_mpi
+from mpi_launch import wait_until
 from slurm_jobs import LIMIT_S, STEPS
 
 #: A test waits for several jobs, all of which end within their own limit, counted from the first test on.
@@ -25,25 +26,32 @@ TWO_NODES = ["--nodes=2"]
 
 
 @pytest.fixture(scope="session")
-def jobs(place):
+def jobs(place, request):
     """The numbers of jobs that run while the tests wait; what happens to some of them on the way is done in threads."""
     submitted = {
         "rendered": render(place),
         "single": stage(place),
-        "sweep": place.train("sweep", options=["--array=0-1"]),
-        "stopped": place.train("train", "--run.dir", "stopped", options=TWO_NODES),
         "lost": place.train("train", *place.records("lost"), *EVERY_10, options=TWO_NODES),
         "pair": place.train("train", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
         "within": within(place),
-        "nowhere": place.train("train", options=TWO_NODES, STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
     }
-    last = f"{submitted['sweep']}_1"
     with ThreadPoolExecutor() as others:
-        yield submitted | {
-            "stopping": others.submit(send_stop_twice, place, submitted["stopped"], "stopped"),
-            "stopping the last": others.submit(send_stop, place, last, f"runs/sweep-{submitted['sweep']}/1"),
-            "losing": others.submit(kill_a_rank, place, submitted["lost"]),
-        }
+        submitted["losing"] = others.submit(kill_a_rank, place, submitted["lost"])
+        if any("library" not in item.keywords for item in request.session.items):
+            submitted |= jobs_of_any_library(place, others)
+        yield submitted
+
+
+def jobs_of_any_library(place, others):
+    sweep = place.train("sweep", options=["--array=0-1"])
+    stopped = place.train("train", "--run.dir", "stopped", options=TWO_NODES)
+    return {
+        "sweep": sweep,
+        "stopped": stopped,
+        "nowhere": place.train("train", options=TWO_NODES, STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
+        "stopping": others.submit(send_stop_twice, place, stopped, "stopped"),
+        "stopping the last": others.submit(send_stop, place, f"{sweep}_1", f"runs/sweep-{sweep}/1"),
+    }
 
 
 def render(place):
@@ -81,10 +89,8 @@ def send_stop(place, job, run):
 
 def send_stop_twice(place, job, run):
     """Stop a job while its ranks load libraries, and in the middle of the training."""
-    deadline = time.monotonic() + LIMIT_S
-    while f"{job}.0 " not in place.cluster.run("squeue", "--steps", "--noheader", "--jobs", job).out:
-        assert time.monotonic() < deadline, f"no ranks in {LIMIT_S} s"
-        time.sleep(0.1)
+    steps = ("squeue", "--steps", "--noheader", "--jobs", job)
+    assert wait_until(lambda: f"{job}.0 " in place.cluster.run(*steps).out, LIMIT_S, every_s=0.1), "no ranks"
     assert place.cluster.run("scancel", "--batch", "--signal=USR1", job).code == 0
     return send_stop(place, job, run)
 

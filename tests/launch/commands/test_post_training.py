@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -32,20 +33,11 @@ def commands():
     return [f"{quick}\n{command.strip()}" for command in others]
 
 
-class Shell:
-    """Runs commands as a person would, from a directory with `jobs`."""
-
-    def __init__(self, directory):
-        self.directory = directory
-        (directory / "jobs").symlink_to(ROOT / "jobs")
-
-    def start(self, command):
-        return start_shell(command, self.directory)
-
-    def run(self, command):
-        done = finish(self.start(command), timeout_s=200)
-        assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
-        return done.out
+def shell(command, directory):
+    """Run a command as a person would."""
+    done = finish(start_shell(command, directory, timeout_s=200))
+    assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
+    return done.out
 
 
 def scalars(run):
@@ -72,17 +64,19 @@ def loss_in_peft(base, adapters, dataset):
 
 def test_the_page_runs_as_written(tmp_path):
     pytest.importorskip("peft")
-    shell, runs = Shell(tmp_path), tmp_path / "runs"
+    runs, run = tmp_path / "runs", partial(shell, directory=tmp_path)
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
     prepare_base, train_base, export_base, prepare, train, train_on, export, load_in_peft, take, generate, of_peft = (
         commands()
     )
     for command in (prepare_base, train_base, export_base, prepare):
-        shell.run(command)
+        run(command)
 
     # Checkpoints are published while the training continues: on a slow disk the second is the last at the kill.
-    killed = kill_a_rank_when(shell.start(train), (runs / "lora" / "checkpoints" / step_name(EVERY)).exists)
+    job = start_shell(train, tmp_path)
+    killed = kill_a_rank_when(job, (runs / "lora" / "checkpoints" / step_name(EVERY)).exists)
     assert killed.code not in (0, 2)
-    out = shell.run(train_on)
+    out = run(train_on)
     assert re.search(rf"resuming from step ({EVERY}|{2 * EVERY}): .* saved on 2 ranks", out), out
     summary = json.loads((runs / "lora" / "summary.json").read_text())
     points, steps = scalars(runs / "lora"), summary["steps"]
@@ -92,13 +86,13 @@ def test_the_page_runs_as_written(tmp_path):
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
     assert summary["eval_loss"] == pytest.approx(losses[-1])
 
-    shell.run(export)
-    assert "default" in shell.run(load_in_peft)
+    run(export)
+    assert "default" in run(load_in_peft)
     held_out = Dataset(runs / "data" / "chats.eval.h5")
     assert loss_in_peft(runs / "llama", runs / "adapters", held_out) == pytest.approx(summary["eval_loss"], rel=1e-5)
 
     for command in (take, generate, of_peft):
-        shell.run(command)
+        run(command)
     answers = (tmp_path / "answers.jsonl").read_text()
     assert len(answers.splitlines()) == 20
     assert (tmp_path / "answers.of.adapters.jsonl").read_text() == answers
@@ -106,7 +100,7 @@ def test_the_page_runs_as_written(tmp_path):
     # The base may move: --base says where it is.
     shutil.move(runs / "llama", runs / "moved")
     elsewhere = generate.replace("--out answers.jsonl", "--out answers.moved.jsonl")
-    refused = finish(shell.start(elsewhere))
+    refused = finish(start_shell(elsewhere, tmp_path))
     assert refused.code == 2 and "with --base" in refused.err
-    shell.run(f"{elsewhere} --base runs/moved")
+    run(f"{elsewhere} --base runs/moved")
     assert (tmp_path / "answers.moved.jsonl").read_text() == answers

@@ -1,13 +1,16 @@
 """`odc-mpi doctor` as a person runs it, and with a child that crashes, hangs or aborts."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from mpi_launch import finish, launch, odc_mpi, start
-from processes import is_running
+from processes import command_line
 
+from odc_mpi.probe import doctor
+from odc_mpi.probe.decision import decide
 from odc_mpi.probe.report import DEVICE_OPERATIONS, OPERATION_NAMES, OPERATIONS, ProbeReport
 
 FIGURES = {"one_sided", "idle_s", "busy_s", "gb_per_s", "num_fresh_reads"}
@@ -23,7 +26,6 @@ sys.exit(doctor.doctor("--json" in sys.argv))
 #: Goes wrong at the second operation, a Put, on one rank.
 BAD = """
 import ctypes, os, signal, sys, time
-from pathlib import Path
 from odc_mpi.runtime.start import launch
 from odc_mpi.probe import probe, trial
 run, tried = trial.Trials.run, []
@@ -33,7 +35,6 @@ def failing(self, name, kind):
         {fault}
     return run(self, name, kind)
 trial.Trials.run = failing
-Path(f"{pids}/{{probe.MPI.COMM_WORLD.rank}}").write_text(str(os.getpid()))
 print("noise on standard output")
 print("some last words", file=sys.stderr, flush=True)
 launch.child_main(probe.main)
@@ -47,24 +48,16 @@ RAISE = "raise RuntimeError('made to fail')"
 
 
 @pytest.fixture
-def bad_doctor(tmp_path):
-    """Run the doctor with a child of which one rank goes wrong; check that nothing stays behind."""
+def start_bad_doctor(tmp_path):
+    """Start the doctor with a child of which one rank goes wrong."""
     (tmp_path / "doctor.py").write_text(DOCTOR)
-    pids = tmp_path / "pids"
-    pids.mkdir()
 
-    def run(fault, *options, rank=1, ranks=2, deadline_s=40, operation_s=30):
-        text = BAD.format(fault=fault, rank=rank, pids=pids)
-        (tmp_path / "bad.py").write_text(text)
-        return launch(
-            ranks, tmp_path / "doctor.py", tmp_path / "bad.py", deadline_s, operation_s, *options, timeout_s=100
-        )
+    def begin(fault, rank=1, ranks=2, deadline_s=40, operation_s=30):
+        (tmp_path / "bad.py").write_text(BAD.format(fault=fault, rank=rank))
+        limits = (deadline_s, operation_s)
+        return start(ranks, tmp_path / "doctor.py", tmp_path / "bad.py", *limits, "--json", timeout_s=100)
 
-    yield run
-    until = time.monotonic() + 5
-    while left := [path.name for path in pids.iterdir() if is_running(path.read_text())]:
-        assert time.monotonic() < until, f"the children of ranks {left} outlived the doctor"
-        time.sleep(0.05)
+    return begin
 
 
 def answer(done):
@@ -84,12 +77,19 @@ def check_get_alone_was_answered(found, how):
     assert found["decision"]["progress"]["choice"] == "thread"
 
 
-@pytest.mark.library
-def test_json(tmp_path):
-    done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """The answer of the doctor on two ranks, and the variable that says where it is kept."""
+    home = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    done = odc_mpi(2, "doctor", "--json", **home)
     assert done.code == 0, done.err
     assert done.seconds < 60
-    found = answer(done)
+    return answer(done), home
+
+
+@pytest.mark.library
+def test_json(healthy):
+    found, _ = healthy
     assert found["ranks_per_node"] == [2]
     assert found["nodes"] == 1
     assert found["thread_level"] == "MPI_THREAD_MULTIPLE"
@@ -132,27 +132,33 @@ def test_a_single_rank_says_how_to_start_a_peer():
     assert ["reduction", "mailbox"] in [line.split()[:2] for line in done.out.splitlines()]
 
 
-@pytest.mark.library
-@pytest.mark.parametrize(
-    ("fault", "rank", "how"),
-    [(SEGFAULT, 1, "(SIGSEGV on rank 1)"), (RAISE, 0, "(exit code 1 on rank 0)"), (ABORT, 1, "(")],
-    ids=["segfault", "exception", "abort"],
-)
-def test_a_crash_is_an_answer(bad_doctor, fault, rank, how):
-    done = bad_doctor(fault, "--json", rank=rank)
-    check_get_alone_was_answered(answer(done), f"crashed {how}")
-    assert "some last words" in done.err
-    assert done.seconds < 25, "reported at once, not at a deadline"
-
-
-@pytest.mark.quick
-def test_a_crash_in_the_table(bad_doctor):
-    done = bad_doctor(SEGFAULT, ranks=3)
-    rows = {line.split()[2]: line for line in done.out.splitlines() if line.strip().startswith("same node")}
+def check_table(found, capsys):
+    """Print the table of what was found."""
+    report = ProbeReport.from_dict({name: value for name, value in found.items() if name != "decision"})
+    doctor._print_tables(report, decide(report), None)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[2]: line for line in lines if line.strip().startswith("same node")}
     assert rows["Get"].split()[-1] == "yes"
     assert "crashed" in rows["Put"]
     assert "not tried" in rows["Accumulate"] and "not tried" in rows["Fetch_and_op"]
-    assert "noise" not in done.out
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(
+    ("fault", "rank", "ranks", "how"),
+    [
+        pytest.param(SEGFAULT, 1, 3, "(SIGSEGV on rank 1)", marks=pytest.mark.quick),
+        (RAISE, 0, 2, "(exit code 1 on rank 0)"),
+        (ABORT, 1, 2, "("),
+    ],
+    ids=["segfault", "exception", "abort"],
+)
+def test_a_crash_is_an_answer(start_bad_doctor, capsys, fault, rank, ranks, how):
+    done = finish(start_bad_doctor(fault, rank, ranks))
+    check_get_alone_was_answered(answer(done), f"crashed {how}")
+    check_table(answer(done), capsys)
+    assert "some last words" in done.err
+    assert done.seconds < 25, "reported at once, not at a deadline"
 
 
 @pytest.mark.library
@@ -161,8 +167,8 @@ def test_a_crash_in_the_table(bad_doctor):
     [(HANG, 1, "operation_s", 4), (HANG_WITH_THE_GIL, 0, "operation_s", 4), (HANG, 1, "deadline_s", 8)],
     ids=["waiting-1", "stuck-0", "waiting-1 for the whole"],
 )
-def test_a_hang_is_an_answer(bad_doctor, fault, rank, limit, seconds):
-    done = bad_doctor(fault, "--json", rank=rank, **{limit: seconds})
+def test_a_hang_is_an_answer(start_bad_doctor, fault, rank, limit, seconds):
+    done = finish(start_bad_doctor(fault, rank, **{limit: seconds}))
     check_get_alone_was_answered(answer(done), f"no answer within {seconds} s")
     assert done.seconds < 25
 
@@ -180,17 +186,14 @@ def test_an_mpi_that_does_not_start(tmp_path):
 
 
 @pytest.mark.library
-def test_a_signal_ends_it_without_leftovers(bad_doctor, tmp_path):
+def test_a_signal_ends_it_without_leftovers(start_bad_doctor, tmp_path):
     """As from a launcher, or a person who does not want to wait."""
-    text = BAD.format(fault=HANG, rank=1, pids=tmp_path / "pids")
-    (tmp_path / "bad.py").write_text(text)
-    process = start(2, tmp_path / "doctor.py", tmp_path / "bad.py", 60, 60)
-    while len(list((tmp_path / "pids").iterdir())) < 2:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    job = start_bad_doctor(HANG, deadline_s=60, operation_s=60)
+    child = str(tmp_path / "bad.py")
+    job.wait_until(lambda: sum(child == command_line(pid)[1] for pid in job.processes()) == 2)
     time.sleep(1)
-    process.terminate()
-    assert finish(process, 20).seconds < 15
+    job.send_signal(signal.SIGTERM)
+    assert finish(job, 20).seconds < 15
 
 
 #: As on a machine with GPUs, host memory in their place; the library cannot accumulate from a device.
@@ -289,9 +292,8 @@ with World() as world:
 
 
 @pytest.mark.library
-def test_a_run_in_the_same_layout_takes_what_the_doctor_found(tmp_path):
-    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    found = answer(odc_mpi(2, "doctor", "--json", **home))
+def test_a_run_in_the_same_layout_takes_what_the_doctor_found(healthy):
+    found, home = healthy
     read = answer(launch(2, "-c", READS, timeout_s=60, **home))
     assert read["peers"] == found["peers"]
     other = launch(3, "-c", READS, timeout_s=60, **home)

@@ -189,13 +189,16 @@ def test_prompts_have_the_date_of_the_first_start_on_all_ranks(world, run, grpo_
 
 
 @pytest.mark.sizes(2)
-def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir):
+def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir, monkeypatch):
     rewards = {"rl__reward_funcs": f"{grpo_dir}/rewards.py:ends_early", "rl__reward_weights": "[1.0]"}
     usual, _ = run("usual", **ADAM, **rewards)
     settings = {"data__eval_path": grpo_dir / "prompts.jsonl", "data__eval_sequences": 5, "run__eval_every": 2}
+    doing, set_status = [], world.set_status
+    monkeypatch.setattr(world, "set_status", lambda what, *rest: (doing.append(what), set_status(what, *rest)))
     (start, *found), summary = run("evaluated", **ADAM, **rewards, **settings, run__eval_on_start="true")
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
+    assert f"evaluating, token 2 of {MAX_LENGTH}" in doing, "what others that wait for this rank print"
     model = torch_reference.initial_model(make_settings(grpo_dir)).eval()
     prompts, greedy = read_prompt_tokens(grpo_dir), SamplingParams(max_new_tokens=MAX_LENGTH)
     lengths = [len(plain_completion(model, prompts[index].tokens, index, greedy, stop=END)) for index in range(5)]

@@ -37,12 +37,6 @@ def raises(completions, **columns):
     return [1.0] * len(completions)
 
 
-def hangs(completions, **columns):
-    while RANK:
-        time.sleep(0.1)
-    return [1.0] * len(completions)
-
-
 def too_few(completions, **columns):
     return [1.0] * (len(completions) - RANK)
 
@@ -80,15 +74,11 @@ def launch(tmp_path):
     return launch
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [("raises", "it raised KeyError"), ("hangs", r"it did not return within rl\.reward_timeout_s")],
-)
-def test_a_reward_that_fails_is_named(launch, function, words):
-    ended = launch(function, **{"rl.reward_timeout_s": 0.5})
+def test_a_reward_that_fails_is_named(launch):
+    ended = launch("raises")
     assert ended.code == 2 and "Traceback" not in ended.err
-    where = rf"rank 1: reward function rewards\.py:{function}, prompt \d, rank 1: "
-    assert re.search(where + words, ended.err), ended.err
+    where = r"rank 1: reward function rewards\.py:raises, prompt \d, rank 1: it raised KeyError"
+    assert re.search(where, ended.err), ended.err
 
 
 def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
@@ -99,17 +89,9 @@ def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
     assert re.search(waits + r".*rank 1 on \S+.*was last seen .*computing rewards of prompt \d", ended.err), ended.err
 
 
-@pytest.mark.parametrize(
-    ("doing", "waiting", "settings"),
-    [
-        ("generating", r"waiting for \d+ prompt groups in progress", {}),
-        ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.jsonl", "run.eval_on_start": "true"}),
-    ],
-    ids=["train", "eval"],
-)
-def test_a_rank_that_waits_says_which_token_others_generate(launch, tmp_path, doing, waiting, settings):
+def test_a_rank_that_waits_says_which_token_others_generate(launch, tmp_path):
     (tmp_path / "stall").touch()
-    ended = launch("too_few", **{"comm.timeout_s": 3} | settings)
+    ended = launch("too_few", **{"comm.timeout_s": 3})
     assert ended.code != 0
-    waits = rf"rank 0 on \S+ waited more than 3 s while {waiting}: .*rank 1 on \S+.*"
-    assert re.search(waits + rf"was last seen .*{doing}, token \d of 6", ended.err), ended.err
+    waits = r"rank 0 on \S+ waited more than 3 s while waiting for \d+ prompt groups in progress: .*rank 1 on \S+.*"
+    assert re.search(waits + r"was last seen .*generating, token \d of 6", ended.err), ended.err
