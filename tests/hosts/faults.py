@@ -118,7 +118,7 @@ def is_over(job):
 
 def patiently(job, is_so):
     """Wait for something, or for the end; return whether it came to be so."""
-    return wait_until(lambda: is_so() or is_over(job), PATIENCE_S) and is_so()
+    return wait_until(lambda: is_so() or is_over(job), PATIENCE_S, every_s=0.05) and is_so()
 
 
 def inflict(job, fault, pids):

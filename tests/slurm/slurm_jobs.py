@@ -6,7 +6,7 @@ from mpi_launch import ROOT, wait_until
 from small_run import write_config
 
 #: Steps of every training here: long enough to be interrupted in the middle.
-STEPS = 120
+STEPS = 90
 #: For any job to end, those before it in the queue included, in seconds. Every rank imports torch on two shared cores.
 LIMIT_S = 600
 

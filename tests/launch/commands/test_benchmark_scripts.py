@@ -13,6 +13,25 @@ VARIANTS = {
     *("memcpy", "fetch_zero_copy", "fetch_copy", "mpi_allgather"),
     *("push_accumulate", "push_mailbox", "mpi_reduce_scatter"),
 }
+# Programs that take little, one after the other: a start takes longer than each. Rank 0 alone prints.
+SEVERAL = """
+import contextlib, importlib, io, json, sys
+results = {}
+for name, words in json.loads(sys.argv[1]).items():
+    sys.argv = [name, *words]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert not importlib.import_module(name).main()
+    if output.getvalue():
+        results[name] = json.loads(output.getvalue().splitlines()[-1])
+if results:
+    print(json.dumps(results))
+"""
+SHORT = {
+    "split_speed": ["--length", "64", "--steps", "1", "--repeats", "1"],
+    "checkpoint": ["--size", "1M", "--repeats", "1", "--dir", "."],
+    "load_speed": ["--gigabytes", "0.01", "--dir", "."],
+}
+BESIDE = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
 # One contender takes longer than the others may wait.
 SLOW = """
 import sys, time
@@ -68,12 +87,21 @@ def test_train_speed(config, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {config.name}, "a benchmark leaves no run behind"
 
 
-def test_split_speed(tmp_path):
+@pytest.fixture(scope="module")
+def short_results(tmp_path_factory):
+    """The objects of `SHORT` on two ranks; they leave nothing in their directory."""
+    directory = tmp_path_factory.mktemp("short")
+    done = launch(2, "-c", SEVERAL, json.dumps(SHORT), timeout_s=200, cwd=directory, **BESIDE)
+    assert done.code == 0, done.err
+    assert not list(directory.iterdir())
+    return json.loads(done.out.splitlines()[-1])
+
+
+def test_split_speed(short_results):
     """Both train the same, and each sequence is split over the two ranks."""
-    result = printed("split_speed.py", "--length", 64, "--steps", 1, "--repeats", 1, cwd=tmp_path)
+    result = short_results["split_speed"]
     assert result["num_cut_sequences"] == result["num_sequences"] == 2 and result["loss_deviation"] < 1e-5
     assert result["ratio"]["median"] > 0 and set(result["tokens_per_s"]) == {"dynamic", "split"}
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_user_error_of_the_ranks_is_one_line(tmp_path):
@@ -88,17 +116,15 @@ def test_a_wait_has_the_limit_of_the_program(config, tmp_path):
     """The second rank waits for the first, which takes 90 s: more than it may, and the message says what to change."""
     (tmp_path / "script.py").write_text(SLOW)
     words = ["--steps", 1, "--repeats", 1, "--config", config, "--timeout-s", 20]
-    path = f"{ROOT}:{ROOT / 'benchmarks'}"
-    done = launch(2, tmp_path / "script.py", *words, timeout_s=200, cwd=tmp_path, PYTHONPATH=path)
+    done = launch(2, tmp_path / "script.py", *words, timeout_s=200, cwd=tmp_path, **BESIDE)
     assert done.code != 0
     assert "waited more than 20 s while ending ceiling" in done.err
     assert "the limit is --timeout-s" in done.err and "comm.timeout_s" not in done.err
 
 
-def test_checkpoint(tmp_path):
-    result = printed("checkpoint.py", "--size", "1M", "--repeats", 1, "--dir", tmp_path)
+def test_checkpoint(short_results):
+    result = short_results["checkpoint"]
     assert len(result["variants"]) == 7 and len(result["goals"]) == 5
-    assert not list(tmp_path.iterdir())
 
 
 def test_rollout_schedules():
@@ -110,13 +136,12 @@ def test_rollout_schedules():
     assert 0.4 < result["generation_fraction"] < 0.75
 
 
-def test_load_speed(tmp_path):
+def test_load_speed(short_results):
     """Each of two ranks reads its half of a model, and at most a part of a row more for each slice."""
-    result = printed("load_speed.py", "--gigabytes", 0.01, "--dir", tmp_path)
+    result = short_results["load_speed"]
     half = result["file_bytes"] / 2
     assert len(result["ranks"]) == 2
     assert all(half <= rank["requested_bytes"] <= 1.05 * half for rank in result["ranks"])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.timeout(240)

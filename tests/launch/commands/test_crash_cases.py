@@ -15,7 +15,6 @@ from mpi_launch import end_all, finish, odc_mpi, start
 from pair_files import write_pairs
 from small_run import losses, write_config
 from transformers import AutoModelForCausalLM
-from user_errors import user_error
 
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.training.recipes.dpo.reference import BLOCK
@@ -42,13 +41,15 @@ def pairs_config(directory):
 
 
 @pytest.mark.quick
-def test_a_warning_of_the_scheduler_saves_and_nobody_else_writes(config, capsys):
+@pytest.mark.timeout(240)
+def test_a_warning_of_the_scheduler_saves_and_nobody_else_writes(config):
     """An interrupt saves, too: test_start_and_end.py."""
     run = CrashedRun(config)
     job = run.begin(3)
     run.come_to(job, "step 3", 3)
-    second = ("--run.checkpoint_every", 1, "--run.resume", "never")
-    assert "is in use by another run" in user_error(capsys, "train", "--config", config, *second)
+    second = odc_mpi(2, "train", "--config", config, "--run.checkpoint_every", 1, "--run.resume", "never")
+    assert second.code == 2 and "Traceback" not in second.err
+    assert second.err.count("is in use by another run") == 1
     run.happen(job, "SIGUSR1")
     assert run.seen >= 3 and json.loads((run.directory / "summary.json").read_text())["steps"] == run.seen
     assert [path.name for path in (run.directory / "checkpoints").iterdir()] == [f"step_{run.seen:08d}"]

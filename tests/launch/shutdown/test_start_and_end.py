@@ -1,5 +1,6 @@
 """Ranks that stop while MPI starts or ends, outside of all deadlines of this package; and leftovers after the end."""
 
+import json
 import os
 import pty
 import select
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from mpi_launch import MPIEXEC, environment, finish, launch, left_behind, start
+from small_run import last_step
 
 #: Waits before MPI is up, as a rank would that was stopped there; the others wait for it in MPI_Init.
 LATE_START = """
@@ -98,7 +100,7 @@ def test_a_rank_that_is_stopped_while_it_starts_stops_the_job_cleanly(config, tm
 
 
 @pytest.mark.library
-def test_ctrl_c_on_a_terminal_saves_or_names_the_signal_that_saves(config):
+def test_ctrl_c_on_a_terminal_saves_or_names_the_signal_that_saves(config, tmp_path):
     """MPICH's mpiexec lets the ranks save. That of Open MPI ends them soon, so their last line names another signal."""
     words = [MPIEXEC, "-n", "2", sys.executable, "-m", "odc_mpi", "train", "--config", str(config)]
     pid, terminal = pty.fork()
@@ -118,6 +120,9 @@ def test_ctrl_c_on_a_terminal_saves_or_names_the_signal_that_saves(config):
         assert code == 1 and "send SIGUSR1 to mpiexec" in last
     else:
         assert code == 75 and "checkpoint saved. Run the same command to resume" in last
+        step = last_step(tmp_path / "run")
+        assert step >= 3 and json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from damage import flip
 from small_training import configure
+from whole_runs import SETTINGS, STEPS, lines, losses
 
 from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
@@ -25,35 +26,6 @@ from odc_mpi.training.stop import StopRequest
 from odc_mpi.training.train import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
-
-STEPS = 6
-#: So that the learning rate does not depend on the number of steps, which differs between runs here.
-SETTINGS = {"optim.lr_scheduler_type": "constant", "comm.timeout_s": 60, "run.steps": STEPS}
-
-
-@pytest.fixture
-def run(world, base, dataset_path):
-    """`run(name, **settings)` trains in a directory of that name, and returns the losses of metrics.jsonl."""
-
-    def start(name, **settings):
-        changes = {key.replace("__", "."): value for key, value in settings.items()}
-        config = configure(dataset_path, **(SETTINGS | {"run.dir": base / name} | changes))
-        train(config, world)
-        world.gather_objects(None)
-        return losses(base / name)
-
-    start.base = base
-    return start
-
-
-def lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run_dir):
-    found = lines(run_dir)
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    return [line["loss"] for line in found]
 
 
 @pytest.mark.sizes(1, 2, 3)

@@ -8,7 +8,7 @@ import shutil
 import h5py
 import pytest
 from damage import flip
-from small_training import configure, first_minibatches, train_to_the_end
+from small_training import configure, first_minibatches
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.dataset.reader import Dataset
@@ -18,32 +18,19 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
 
 #: The step that needs the damaged sequence.
 STEP = 5
-SETTINGS = {"run.steps": 6, "run.checkpoint_every": 3, "optim.lr_scheduler_type": "constant"}
+SAVING = {"run__checkpoint_every": 3}
 
 
 @pytest.fixture
-def run(world, base):
-    """A function that trains in a directory of the test's own, and returns the losses."""
-
-    def start(path, **settings):
-        changes = {key.replace("__", "."): value for key, value in settings.items()}
-        lines, _ = train_to_the_end(configure(path, **(SETTINGS | {"run.dir": base / "run"} | changes)), world)
-        return [line["loss"] for line in lines]
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def expected(world, dataset_path, shared_dir):
+def expected(run):
     """The losses of a run on undamaged data."""
-    config = configure(dataset_path, **SETTINGS, **{"run.dir": shared_dir / "undamaged"})
-    return [line["loss"] for line in train_to_the_end(config, world)[0]]
+    return run("undamaged")
 
 
 @pytest.fixture
 def copy(world, dataset_path, base):
     """A copy of the data, and a function that changes it, on rank 0 alone; once more, and it is as it was."""
-    path = base / "data.h5"
+    path = base.with_suffix(".h5")
 
     def change(how):
         world.gather_objects(None)
@@ -51,11 +38,7 @@ def copy(world, dataset_path, base):
             how(path)
         world.gather_objects(None)
 
-    def write(path):
-        base.mkdir()
-        shutil.copy(dataset_path, path)
-
-    change(write)
+    change(lambda path: shutil.copy(dataset_path, path))
     return path, change
 
 
@@ -77,16 +60,17 @@ def change_token(sequence):
 def test_damage_in_the_middle_of_a_run(world, run, copy, base, expected, settings, capfd):
     path, change = copy
     with Dataset(path) as dataset:
-        indices = first_minibatches(configure(path, **SETTINGS), dataset)[STEP - 1]
+        indices = first_minibatches(configure(path), dataset)[STEP - 1]
         sequence = int(max(indices, key=lambda i: dataset.lengths[i]))
+    settings = SAVING | settings | {"data__path": path}
     change(change_token(sequence))
     with pytest.raises(AllRanksUserError, match=f"sequence {sequence} does not match its checksum") as caught:
-        run(path, **settings)
+        run("run", **settings)
     assert str(path) in str(caught.value) and "rank " in str(caught.value) and "\n" not in str(caught.value)
     assert list(steps_in(base / "run" / "checkpoints")) == [3, STEP - 1]
     change(change_token(sequence))
     capfd.readouterr()
-    assert run(path, **settings) == pytest.approx(expected, rel=1e-4)
+    assert run("run", **settings) == pytest.approx(expected, rel=1e-4)
     if world.rank == 0:
         assert f"from step {STEP - 1}" in capfd.readouterr().out
 
@@ -98,17 +82,17 @@ def test_damage_without_checkpoints(run, copy, base):
         position = file["tokens"].id.get_chunk_info(0).byte_offset
     change(lambda path: flip(path, position))
     with pytest.raises(AllRanksUserError, match="cannot be read"):
-        run(path, run__checkpoint_every=0)
+        run("run", data__path=path)
     assert not (base / "run" / "checkpoints").exists()
 
 
-def test_damaged_held_out_data(run, copy, base, dataset_path, expected):
+def test_damaged_held_out_data(run, copy, base, expected):
     path, change = copy
     change(change_token(7))
-    settings = {"data__eval_path": path, "run__eval_every": 4}
+    settings = SAVING | {"data__eval_path": path, "run__eval_every": 4}
     with pytest.raises(AllRanksUserError, match="sequence 7 does not match its checksum") as caught:
-        run(dataset_path, **settings)
+        run("run", **settings)
     assert str(path) in str(caught.value)
     assert list(steps_in(base / "run" / "checkpoints")) == [3, 4]
     change(change_token(7))
-    assert run(dataset_path, **settings) == pytest.approx(expected, rel=1e-4)
+    assert run("run", **settings) == pytest.approx(expected, rel=1e-4)
