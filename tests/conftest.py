@@ -14,6 +14,9 @@ SIZE = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") 
 #: Fixtures of a session or module that take long to make.
 LONG = {"stdlib_samples", "trained", "built"}
 
+# Modules that check on behalf of tests say what did not hold, as these do.
+pytest.register_assert_rewrite("crash_cases", "fault_cases", "faults", "mpi_launch", "whole_runs")
+
 # torch and transformers create half a million objects, which each full collection would traverse: not while they are
 # imported, and not in the tests.
 gc.disable()
