@@ -1,9 +1,12 @@
 """Worlds and small data for tests that run under mpiexec, on any number of ranks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from grpo_job import write_files
 from mpi4py import MPI
+from pair_files import write_labeled, write_pairs
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.data.dataset.writer import DatasetWriter
@@ -69,17 +72,44 @@ def base(shared_dir, request):
 
 @pytest.fixture(scope="session")
 def dataset_path(world, shared_dir):
-    """Forty random sequences of 2 to 40 tokens; about a third of the tokens is not trained."""
-    path = shared_dir / "random.h5"
+    """Forty random sequences of 2 to 40 tokens, and thirteen held-out ones; a third of the tokens is not trained."""
+    return write_data(world, shared_dir / "random.h5", write_sequences)
+
+
+def write_data(world, path, write):
+    """Have rank 0 write a data set, and one of held-out data beside it."""
     if world.rank == 0:
-        rng = np.random.default_rng(7)
-        with DatasetWriter(path, vocab_size=VOCAB, tokenizer="none", source="random") as writer:
-            for length in rng.integers(2, 41, size=40):
-                mask = rng.random(length) < 0.7
-                mask[-1] = True
-                writer.append(rng.integers(0, VOCAB, size=length).astype(np.uint32), mask)
+        write(path, held_out=False)
+        write(path.with_suffix(".eval.h5"), held_out=True)
     world.gather_objects(None)
     return path
+
+
+def write_sequences(path, held_out):
+    rng = np.random.default_rng(11 if held_out else 7)
+    with DatasetWriter(path, vocab_size=VOCAB, tokenizer="none", source="random") as writer:
+        for length in rng.integers(2, 61 if held_out else 41, size=13 if held_out else 40):
+            mask = rng.random(length) < 0.7
+            mask[-1] = True
+            writer.append(rng.integers(0, VOCAB, size=length).astype(np.uint32), mask)
+
+
+@pytest.fixture(scope="session")
+def pairs_path(world, shared_dir):
+    """Forty pairs, and ten held-out ones, with prompts and answers of 1 to 15 tokens."""
+    counts = np.random.default_rng(3).integers(1, 16, (50, 3)).tolist()
+    return write_data(world, shared_dir / "pairs.h5", partial(write_some, write_pairs, counts))
+
+
+@pytest.fixture(scope="session")
+def labels_path(world, shared_dir):
+    """Forty answers with labels, and ten held-out ones, with prompts and answers of 1 to 15 tokens."""
+    counts = np.random.default_rng(4).integers(1, 16, (50, 2)).tolist()
+    return write_data(world, shared_dir / "labels.h5", partial(write_some, write_labeled, counts))
+
+
+def write_some(write, counts, path, held_out):
+    write(path, counts[40:] if held_out else counts[:40], VOCAB, seed=int(held_out))
 
 
 @pytest.fixture

@@ -23,29 +23,24 @@ class ExactRuns:
         self._world, self.base, self._configure = world, base, configure
 
     @classmethod
-    def of_sequences(cls, world, base, dataset_path, **own):
-        """Return runs on the sequences of a data set, evaluated on some of them, with settings of a test's own."""
-
-        def configured(folder, changes):
-            settings = {
-                "data.minibatch_sequences": 11,
-                "run.dir": folder,
-                "run.exact": "true",
-                "run.checkpoint_every": 50,
-                "optim.adam_epsilon": 1e-8,
-                "run.trace_steps": 0,
-                "data.eval_path": dataset_path,
-                "data.eval_sequences": 9,
-            }
-            return configure(dataset_path, **(settings | own | changes))
-
-        return cls(world, base, configured)
+    def of_sequences(cls, world, base, path, **own):
+        """Return runs on the sequences of a data set, evaluated on held-out ones, with settings of a test's own."""
+        usual = {
+            "data__minibatch_sequences": 11,
+            "run__exact": "true",
+            "run__checkpoint_every": 50,
+            "optim__adam_epsilon": 1e-8,
+            "run__trace_steps": 0,
+            "data__eval_path": path.with_suffix(".eval.h5"),
+            "data__eval_sequences": 9,
+        }
+        return cls(world, base, lambda folder, changes: configure(path, **usual | own | changes, run__dir=folder))
 
     def train(self, name, among, **changes):
         """Return the digest and the metrics that do not depend on ranks. With a part of the world, the first trains."""
         found = None
         if self._world.rank < among.size:
-            config = self._config(name, changes)
+            config = self._configure(self.base / name, changes)
             summary = train(config, among)
             lines = read_run_metrics(Path(config.run.dir), sys.maxsize)
             found = summary["parameters_digest"], [without_times(line) for line in lines]
@@ -53,12 +48,9 @@ class ExactRuns:
         assert digest_line(self.base / name).split()[0] == found[0]
         return found
 
-    def _config(self, name, changes):
-        return self._configure(self.base / name, {key.replace("__", "."): value for key, value in changes.items()})
-
     def alone(self, **changes):
         """The run on one rank."""
-        key = repr(replace((config := self._config("alone", changes)), run=replace(config.run, dir="")))
+        key = repr(replace((config := self._configure(self.base / "alone", changes)), run=replace(config.run, dir="")))
         if key not in _references:
             _references[key] = self.train("alone", self._world.split("self"), **changes)
         return _references[key]

@@ -62,6 +62,9 @@ def make_settings(path, **changes):
         "optim.lr_scheduler_type": "constant",
         "run.steps": STEPS,
     }
-    return configure(
-        path / "prompts.jsonl", **(usual | {key.replace("__", "."): value for key, value in changes.items()})
-    )
+    return configure(path / "prompts.jsonl", **usual | {k.replace("__", "."): value for k, value in changes.items()})
+
+
+def only_reward(path, name):
+    """Return settings with which only one of the rewards counts."""
+    return {"rl__reward_funcs": f"['{path}/rewards.py:{name}']", "rl__reward_weights": "[1.0]"}

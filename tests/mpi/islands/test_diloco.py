@@ -1,101 +1,19 @@
-"""Islands that train separately: losses and outer parameters are those of replicas in plain torch."""
+"""Islands that train separately: contributions that are left out, when they merge, and loops of their own."""
 
 import itertools
 import math
-from contextlib import contextmanager
 
-import diloco_reference
 import pytest
 import torch
-import torch_reference
-from pretended_nodes import on_nodes_of_three
-from small_training import assert_close, configure, on_first_rank
+from small_training import configure, training_apart
 
 from odc_mpi import DiLoCo, Islands, shard_model
-from odc_mpi.data.loader import Part
 from odc_mpi.errors import TrainingError, UserError
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
-from odc_mpi.islands.run_dir import combine_metrics
-from odc_mpi.training.context import RunContext
-from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.islands.apart import add_diloco
-from odc_mpi.training.run import build_trainer, decide
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 OUTER = {"islands.mode": "outer", "islands.by": 1, "islands.sync_every": 3, "run.steps": 8}
-#: Changes of settings: fragments, delay, and share of the own parameters.
-SCHEDULES = [
-    *({"islands.delay": delay, "islands.local_share": share} for delay in (0, 2) for share in (0.0, 0.5)),
-    *(
-        {"islands.sync_every": 9, "islands.fragments": 3, "islands.delay": delay, "islands.local_share": share}
-        for delay in (0, 2)
-        for share in (0.0, 0.5)
-    ),
-]
-
-
-@contextmanager
-def training_apart(config, world):
-    """A trainer on each island, with its callback for merges."""
-    islands, added = Islands(world, config.islands.by), []
-    part = Part(islands.index, islands.size)
-    inputs = open_inputs(config, islands.island.rank, islands.island.size, part)
-    context = RunContext(config, islands.island, inputs=inputs, part=part, decision=decide(config, world))
-    context.add_callbacks = lambda trainer: added.append(add_diloco(context, islands, trainer))
-    trainer = build_trainer(context)
-    yield trainer, added[0]
-    world.gather_objects(None)
-    added[0].free()
-    trainer.model.close()
-    islands.close()
-
-
-def assert_like_replicas(config, world):
-    """Train; losses and outer parameters are those of the replicas in plain torch."""
-    lines, num_islands = [], world.size // config.islands.by
-    with training_apart(config, world) as (trainer, loop):
-        dataset = trainer._source._dataset
-        for _ in range(config.run.steps):
-            lines.append(trainer.step())
-            with loop.outer_parameters():  # as for an evaluation, which changes nothing
-                pass
-        with loop.outer_parameters():
-            state = trainer.model.state_dict()
-            world.gather_objects(None)
-        state = {name: state[name] for name, _ in trainer.model.named_shard_parameters()}
-        losses = [line["loss"] for line in combine_metrics(world.gather_objects(lines)[:: config.islands.by])]
-
-        def compare():
-            minibatches = diloco_reference.island_minibatches(config, num_islands)
-            module = torch_reference.initial_model(config)
-            wanted, outer = diloco_reference.train(
-                module, list(state), dataset, minibatches, config.optim, config.islands
-            )
-            assert losses == pytest.approx(wanted, rel=1e-5)
-            assert_close(state, outer)
-
-        on_first_rank(world, compare)
-
-
-@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
-def test_islands_train_as_replicas_in_plain_torch_do(world, dataset_path, changes):
-    assert_like_replicas(configure(dataset_path, **OUTER | changes), world)
-
-
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
-def test_islands_of_two_ranks_train_as_replicas_do(world, dataset_path, balance):
-    changes = {"islands.by": 2, "data.balance": balance} if world.size > 2 else {"data.balance": balance}
-    assert_like_replicas(configure(dataset_path, **OUTER | SCHEDULES[-1] | changes), world)
-
-
-@pytest.mark.sizes(4)
-def test_islands_of_which_one_spans_two_nodes_train_as_replicas_do(world, dataset_path, monkeypatch):
-    nodes = on_nodes_of_three(world, monkeypatch)
-    config = configure(dataset_path, **OUTER | {"islands.by": 2, "comm.node_cache": "off"})
-    assert_like_replicas(config, nodes)
-    nodes.close()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ OUTER = {
 
 @pytest.fixture
 def exact(world, base, dataset_path):
-    return ExactRuns.of_sequences(world, base, dataset_path, **{"run.steps": 7, "run.eval_every": 2})
+    return ExactRuns.of_sequences(world, base, dataset_path, run__steps=7, run__eval_every=2)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "e3m0"])

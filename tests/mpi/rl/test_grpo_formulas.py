@@ -8,13 +8,12 @@ import peft
 import pytest
 import torch
 import torch_reference
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, only_reward, read_prompt_tokens
+from small_training import training
 
 from odc_mpi.rollout.sample import PromptCompletions
-from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.recipes.grpo import source
-from odc_mpi.training.run import build_trainer, decide
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
@@ -56,27 +55,22 @@ def sample_given(module, prompts, sampling, deliver, progress):
 
 def train(world, config):
     """Train; return for each step the metrics, the full gradients and the parameters before it."""
-    trainer = build_trainer(
-        RunContext(config, world, inputs=open_inputs(config, world.rank, world.size), decision=decide(config, world))
-    )
-    model, divide, gradients, steps = trainer.model, trainer.model.divide_gradients_, [], []
+    steps, inputs = [], open_inputs(config, world.rank, world.size)
+    with patch.object(source, "sample", sample_given), training(config, world, inputs) as (trainer, _), trainer:
+        model, divide, gradients = trainer.model, trainer.model.divide_gradients_, []
 
-    def divide_and_keep(divisor):
-        divide(divisor)
-        gradients.append(
-            {name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None}
-        )
+        def divide_and_keep(divisor):
+            divide(divisor)
+            named = model.named_shard_parameters()
+            gradients.append({name: p.grad.double().numpy().copy() for name, p in named if p.grad is not None})
 
-    model.divide_gradients_ = divide_and_keep
-    with patch.object(source, "sample", sample_given), trainer:
+        model.divide_gradients_ = divide_and_keep
         for _ in range(STEPS):
             before = {name: value.clone() for name, value in model.state_dict().items()}
-            metrics = trainer.step()
-            of_ranks = world.gather_objects({name: value.numpy() for name, value in gradients.pop().items()})
+            metrics, of_ranks = trainer.step(), world.gather_objects(gradients.pop())
             names = {name for each in of_ranks for name in each}
             gradient = {name: np.concatenate([each[name] for each in of_ranks if name in each]) for name in names}
             steps.append((metrics, gradient, before))
-    model.close()
     return steps
 
 
@@ -150,30 +144,24 @@ def plain_model(config, state=None):
 
 
 CASES = [
-    # loss_type, scale_rewards, mask_truncated_completions, beta, adapters, only the reward that may be None
-    ("dapo", "group", False, 0.0, False, False),
-    ("dapo", "none", True, 0.1, False, True),
-    ("dapo", "group", False, 0.3, True, False),
-    ("grpo", "none", False, 0.1, False, False),
-    ("grpo", "group", True, 0.1, True, True),
-    ("dr_grpo", "group", True, 0.1, False, False),
+    {"loss_type": "dapo"},
+    {"loss_type": "dapo", "scale_rewards": "none", "mask_truncated_completions": True, "beta": 0.1, "only": "even"},
+    {"loss_type": "dapo", "beta": 0.3, "adapters": True},
+    {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.1},
+    {"loss_type": "grpo", "mask_truncated_completions": True, "beta": 0.1, "adapters": True, "only": "even"},
+    {"loss_type": "dr_grpo", "mask_truncated_completions": True, "beta": 0.1},
 ]
 
 
-@pytest.mark.parametrize(("loss_type", "scale", "mask_truncated", "beta", "adapters", "only_even"), CASES)
-def test_losses_and_gradients_are_those_of_the_formulas(
-    world, grpo_dir, loss_type, scale, mask_truncated, beta, adapters, only_even
-):
-    changes = SETTINGS | {
-        "rl__loss_type": loss_type,
-        "rl__scale_rewards": scale,
-        "rl__mask_truncated_completions": str(mask_truncated).lower(),
-        "rl__beta": beta,
-    }
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_losses_and_gradients_are_those_of_the_formulas(world, grpo_dir, case):
+    """Also with only the reward that may be None."""
+    rl = {"scale_rewards": "group", "beta": 0.0} | case
+    adapters, only_even = rl.pop("adapters", False), "only" in rl
+    changes = SETTINGS | (only_reward(grpo_dir, rl.pop("only")) if only_even else {})
+    changes |= {f"rl__{name}": value for name, value in rl.items()}
     if adapters:
         changes |= {"lora__r": 4, "lora__alpha": 16, "optim__learning_rate": 3.0}
-    if only_even:
-        changes |= {"rl__reward_funcs": f"['{grpo_dir}/rewards.py:even']", "rl__reward_weights": "[1.0]"}
     config = make_settings(grpo_dir, **changes)
     steps = train(world, config)
     if world.rank == 0:
@@ -182,8 +170,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(
         reference = plain_model(config)
         for number, (metrics, gradient, before) in enumerate(steps):
             indices = order[number * PROMPTS_PER_STEP : (number + 1) * PROMPTS_PER_STEP]
-            policy = plain_model(config, before)
-            wanted = formula(policy, reference, config.rl, prompts, indices, only_even)
+            wanted = formula(plain_model(config, before), reference, config.rl, prompts, indices, only_even)
             check(metrics, gradient, wanted, config.rl.beta and number)
     world.gather_objects(None)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch_reference
 import transformers
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
+from exact_runs import ExactRuns
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, only_reward, read_prompt_tokens
 from number_words import number_words
 from packed_models import plain_completion
 from small_training import QWEN2, train_to_the_end
@@ -43,7 +44,7 @@ def run(world, grpo_dir, base):
 
 @pytest.mark.sizes(2)
 def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
-    rewards = {"rl__reward_funcs": f"{grpo_dir}/rewards.py:ends_early", "rl__reward_weights": "[1.0]"}
+    rewards = only_reward(grpo_dir, "ends_early")
     lines, _ = run(rl__temperature=0.9, run__steps=1, **rewards)
     config = make_settings(grpo_dir, rl__temperature=0.9)
     order = np.random.default_rng([config.run.seed, 0]).permutation(14)[:6].tolist()
@@ -132,7 +133,7 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
 
 @pytest.mark.sizes(2)
 def test_groups_of_equal_rewards_train_nothing_count_and_warn_once(world, run, grpo_dir, capfd):
-    rewards = {"rl__reward_funcs": f"{grpo_dir}/rewards.py:equal", "rl__reward_weights": "[1.0]"}
+    rewards = only_reward(grpo_dir, "equal")
     lines, _ = run(**rewards, rl__max_completion_length=1, run__steps=2)
     for line in lines:
         assert line["frac_reward_zero_std"] == 1 and line["groups_trained_max"] == 0 and line["loss"] == 0
@@ -177,7 +178,7 @@ def test_prompts_have_the_date_of_the_first_start_on_all_ranks(world, run, grpo_
         chats = ({"messages": [{"role": "user", "content": f"{i} {i + 1}"}]} for i in range(1, 7))
         prompts.write_text("\n".join(map(json.dumps, chats)))
     world.gather_objects(None)
-    rewards = {"rl__reward_funcs": f"{grpo_dir}/rewards.py:ends_early", "rl__reward_weights": "[1.0]"}
+    rewards = only_reward(grpo_dir, "ends_early")
     changes = rewards | {"data__path": prompts, "rl__tokenizer": grpo_dir / "dated", "run__checkpoint_every": 1}
     for step, day in ((1, 11), (2, 21)):
         now = datetime(2024, 12, day + world.rank)  # midnight has passed on rank 1 only
@@ -190,7 +191,7 @@ def test_prompts_have_the_date_of_the_first_start_on_all_ranks(world, run, grpo_
 
 @pytest.mark.sizes(2)
 def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir, monkeypatch):
-    rewards = {"rl__reward_funcs": f"{grpo_dir}/rewards.py:ends_early", "rl__reward_weights": "[1.0]"}
+    rewards = only_reward(grpo_dir, "ends_early")
     usual, _ = run("usual", **ADAM, **rewards)
     settings = {"data__eval_path": grpo_dir / "prompts.jsonl", "data__eval_sequences": 5, "run__eval_every": 2}
     doing, set_status = [], world.set_status
@@ -253,3 +254,15 @@ def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, cha
     with pytest.raises(AllRanksUserError, match=words):
         train(make_settings(grpo_dir, run__dir=grpo_dir / "refused", **changes), world)
     assert not (grpo_dir / "refused").exists()
+
+
+@pytest.mark.sizes(2)
+def test_an_exact_run_that_goes_on_alone_has_the_same_bits(world, grpo_dir, base):
+    usual = {"run__exact": "true", "run__trace_steps": 0, "run__steps": 3}
+    exact = ExactRuns(world, base, lambda folder, changes: make_settings(grpo_dir, **usual | changes, run__dir=folder))
+    wanted, wanted_lines = exact.alone()
+    _, begin = exact.train("first", world, run__checkpoint_every=1, run__steps=1)
+    resume = exact.base / "first" / "checkpoints" / "step_00000001"
+    digest, end = exact.train("second", world.split("self"), run__checkpoint_every=1, run__resume=resume)
+    assert [*begin, *end] == wanted_lines
+    assert digest == wanted

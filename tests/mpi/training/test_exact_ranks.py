@@ -1,84 +1,19 @@
-"""An exact run on all ranks gives the bits of an exact run on one, however its microbatches and sums come about."""
+"""Exact runs that go on, on other numbers of ranks or after a change of their arithmetic."""
 
 import json
-import time
 
 import pytest
 import torch
 from exact_runs import ExactRuns
-from small_training import assert_like_plain, configure
 
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.training.recipes.sft.objective import SFTObjective
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
-
-STEPS = 5
 
 
 @pytest.fixture
 def exact(world, base, dataset_path):
-    return ExactRuns.of_sequences(world, base, dataset_path, **{"run.steps": STEPS})
-
-
-def check(exact, world, way, **model):
-    """Compare a run on all ranks with one on a rank by itself, which has `model` in common with it, not `way`."""
-    digest, lines = exact.train("all", world, **model, **way)
-    assert (digest, lines) == exact.alone(**model)
-    assert 0 <= lines[-1]["fixed64_relative_error"] < 1e-9 and "eval_loss" in lines[-1]
-
-
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
-def test_the_bits_are_those_of_one_rank(world, exact, reduction):
-    check(exact, world, {"comm__reduction": reduction})
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"data__balance": "dynamic", "comm__zero_copy": "off", "comm__prefetch": 2},
-        {"comm__reduction": "mailbox", "comm__zero_copy": "off", "comm__prefetch": 0},
-        {"comm__parameter_cache_bytes": 0, "comm__gradient_cache_bytes": 0, "comm__zero_copy": "off"},
-        {"data__cost": "fitted", "comm__gradient_cache_bytes": 0},
-    ],
-    ids=lambda way: "-".join(map(str, way.values())),
-)
-def test_how_ranks_share_the_work_changes_no_bit(world, exact, way):
-    check(exact, world, way)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"model__param_dtype": "bfloat16"},
-        {"model__gradient_checkpointing": "true", "optim__optimizer": "sgd", "optim__momentum": 0.9},
-        {"model__config__attention_dropout": 0.2, "model__config__tie_word_embeddings": "true"},
-        {"lora__r": 4, "lora__dropout": 0.1},
-    ],
-    ids=["bf16", "checkpointing", "dropout", "lora"],
-)
-def test_it_holds_for_models_of_all_kinds(world, exact, model):
-    check(exact, world, {"data__balance": "dynamic", "comm__zero_copy": "off"}, **model)
-
-
-@pytest.mark.sizes(2, 3)
-def test_ranks_without_a_microbatch_change_no_bit(world, exact):
-    check(exact, world, {"data__balance": "dynamic"}, data__minibatch_sequences=1)
-
-
-@pytest.mark.sizes(2)
-def test_slow_ranks_change_no_bit(world, exact, monkeypatch):
-    """Rank 1 takes a while for each microbatch, so that rank 0 draws most of them."""
-    wanted = exact.alone()
-    backward = SFTObjective.on_microbatch_end
-
-    def late(self, result):
-        time.sleep(0.03 * world.rank)
-        backward(self, result)
-
-    monkeypatch.setattr(SFTObjective, "on_microbatch_end", late)
-    assert exact.train("all", world, data__balance="dynamic", comm__prefetch=2) == wanted
+    return ExactRuns.of_sequences(world, base, dataset_path, run__steps=5)
 
 
 @pytest.mark.sizes(4)
@@ -96,11 +31,6 @@ def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, exact, island
     assert digest == wanted
     if islands:
         check_records_of_islands(exact.base / "first", 2)
-
-
-def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path):
-    changes = {"data.balance": "lb_mini", "model.reduce_dtype": "fixed64"}
-    assert_like_plain(configure(dataset_path, **changes), world, like=configure(dataset_path))
 
 
 @pytest.mark.sizes(2)
@@ -126,23 +56,6 @@ def test_changes_since_a_checkpoint_are_reported_or_refused(world, exact, monkey
             exact.train("run", world, **settings, run__steps=7, run__threads=2)
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("way", "model"),
-    [
-        ({"comm__reduction": "accumulate", "data__balance": "dynamic"}, {"optim__max_grad_norm": 0.1}),
-        ({"comm__reduction": "mailbox", "comm__zero_copy": "off"}, {"lora__r": 4}),
-        ({"comm__zero_copy": "off", "comm__prefetch": 2}, {"model__param_dtype": "bfloat16"}),
-    ],
-    ids=["in place", "lora, by mailbox", "bf16, copied"],
-)
-def test_islands_change_no_bit(world, exact, ranks, way, model):
-    if world.size % ranks or ranks == world.size:
-        pytest.skip("no islands of this size")
-    check(exact, world, way | {"islands__by": ranks}, **model)
 
 
 def check_records_of_islands(run, num_islands):

@@ -1,11 +1,11 @@
-"""Adapters of fused experts and of some layers: losses and weights of peft, exports, and what is fetched."""
+"""Adapters of fused experts and of some layers: exports, and what is fetched."""
 
 import peft
 import pytest
 import small_training
 import torch
 import transformers
-from test_adapter_training import assert_trained_alike, configure, reference, run
+from test_adapter_training import configure
 
 from odc_mpi.api import shard_model
 from odc_mpi.cli.main import main
@@ -25,8 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),  # of peft itself
 ]
 
-MIXTRAL = {"model.config.model_type": "mixtral", "model.config.num_local_experts": 4}
-GRANITE = MIXTRAL | {"model.config.model_type": "granitemoe"}
+GRANITE = {"model.config.model_type": "granitemoe", "model.config.num_local_experts": 4}
 QWEN3 = {
     "model.config.model_type": "qwen3_moe",
     "model.config.num_experts": 4,
@@ -35,28 +34,7 @@ QWEN3 = {
     "model.config.mlp_only_layers": "[0]",
 }
 NO_CACHE = {"comm.zero_copy": "off", "comm.parameter_cache_bytes": 0}
-RECOMPUTED = NO_CACHE | {"model.gradient_checkpointing": "true"}
 EXPERTS = "[mlp.experts.gate_up_proj,mlp.experts.down_proj,mlp.gate.weight]"
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "num_adapters"),
-    [
-        (MIXTRAL, {}, 3 * (4 + 3)),  # peft adds experts and the router itself
-        (QWEN3, {"lora.target_modules": "[q_proj]", "lora.target_parameters": EXPERTS} | NO_CACHE, 3 + 2 * 3),
-        (GRANITE, {"lora.target_modules": "[]", "lora.target_parameters": "[experts.gate_up_proj]"} | RECOMPUTED, 3),
-        ({}, {"lora.target_modules": "[q_proj,v_proj]", "lora.layers_to_transform": "[2]"}, 2),
-    ],
-    ids=["mixtral, all linear", "qwen3 with router", "granite, recomputed", "one layer"],
-)
-def test_losses_and_weights_are_those_of_peft(world, dataset_path, model, changes, num_adapters):
-    config = configure(dataset_path, **model, **changes, **{"data.balance": "lb_mini"})
-    inputs, losses, first, state = run(config, world)
-    wanted, trained = reference(config, inputs)
-    assert len(trained) == 2 * num_adapters
-    assert losses == pytest.approx(wanted, abs=2e-5)
-    assert_trained_alike(state, trained, 1e-4, 1e-5)
-    assert all(not state[name].equal(first[name]) for name in trained)
 
 
 @pytest.mark.sizes(2)
@@ -69,16 +47,11 @@ def test_layers_before_the_first_adapter_are_not_fetched_again(world, dataset_pa
         changes |= {"lora.target_modules": "[q_proj,v_proj]", "lora.layers_to_transform": layers, "comm.prefetch": 0}
         config = configure(dataset_path, **changes, **NO_CACHE)
         inputs = open_inputs(config, world.rank, world.size)
-        trainer, fetched[layers] = (
-            build_trainer(RunContext(config, world, inputs=inputs, decision=decide(config, world))),
-            [],
-        )
-        trainer.model.traffic.add_fetch = fetched[layers].append
-        trainer.step()
-        of_layers = [unit.indices[-1] for unit in trainer.model.units if not unit.is_root]  # their base parameters
-        fetched[layers] = [of_layers.index(index) for index in fetched[layers] if index in of_layers]
-        world.gather_objects(None)
-        trainer.model.close()
+        with small_training.training(config, world, inputs) as (trainer, _):
+            trainer.model.traffic.add_fetch = (found := []).append
+            trainer.step()
+            of_layers = [unit.indices[-1] for unit in trainer.model.units if not unit.is_root]  # their base parameters
+        fetched[layers] = [of_layers.index(index) for index in found if index in of_layers]
     num_microbatches = fetched["[0]"].count(5) // 2
     assert num_microbatches >= 2
     assert fetched["[6,7]"] == [*range(8)] * num_microbatches

@@ -3,17 +3,14 @@
 import copy
 from types import SimpleNamespace
 
+import like_trl
 import numpy as np
 import pytest
 import torch
-from packed_models import packed_model, plain_model
 
 from odc_mpi.data.dataset.format import LabelColumns
-from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import read_groups
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.tokenizer import train_tokenizer
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.preferences.answer_logps import AnswerLogps
@@ -21,8 +18,7 @@ from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.kto import kl as kl_module
 from odc_mpi.training.recipes.kto.objective import KTOObjective, KTOScorer
 
-# Of the libraries of TRL.
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
+pytestmark = like_trl.WARNINGS
 
 RECORDS = [
     {"prompt": "the sky is ", "completion": "blue and wide", "label": True},
@@ -36,33 +32,15 @@ RECORDS = [
 @pytest.fixture(scope="module", params=["kto", "apo_zero_unpaired"])
 def trl_trainer(tmp_path_factory, request):
     """A trainer of TRL for a tiny model whose minibatch is one batch, and the data set of the same tokens."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("kto")
-    texts = [record[name] for record in RECORDS for name in ("prompt", "completion")]
-    tokenizer = train_tokenizer(iter(texts * 20), 300)
-    arguments = trl.KTOConfig(
-        str(folder),
-        per_device_train_batch_size=len(RECORDS),
-        train_sampling_strategy="sequential",
-        loss_type=request.param,
-        desirable_weight=1.3,
-        undesirable_weight=0.7,
-        use_cpu=True,
-        report_to="none",
-        bf16=False,
-    )
-    models = [plain_model(vocab_size=len(tokenizer), attention_dropout=0.0, max_position_embeddings=80) for _ in "ab"]
-    torch.manual_seed(5)
-    for parameter in models[1].parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    data = datasets.Dataset.from_list(RECORDS)
-    trainer = trl.KTOTrainer(models[0], models[1], arguments, train_dataset=data, processing_class=tokenizer)
-    with DatasetWriter(folder / "labels.h5", vocab_size=len(tokenizer), tokenizer="t", source="s") as writer:
-        for row in trainer.train_dataset:
-            tokens, num_prompt = np.array([*row["prompt_ids"], *row["completion_ids"]]), len(row["prompt_ids"])
-            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelColumns(num_prompt, int(row["label"])))
-    with Dataset(folder / "labels.h5") as dataset:
-        yield trainer, dataset, len(tokenizer)
+    weights = {"desirable_weight": 1.3, "undesirable_weight": 0.7, "train_sampling_strategy": "sequential"}
+    trainer = like_trl.make_trainer("KTO", folder, RECORDS, loss_type=request.param, **weights)
+    rows = [
+        (row["prompt_ids"], row["completion_ids"], LabelColumns(len(row["prompt_ids"]), int(row["label"])))
+        for row in trainer.train_dataset
+    ]
+    with like_trl.write_rows(folder / "labels.h5", rows) as dataset:
+        yield trainer, dataset
 
 
 class OneRank:
@@ -90,15 +68,8 @@ class OneRank:
 
 
 def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, monkeypatch):
-    trainer, dataset, vocab_size = trl_trainer
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(len(RECORDS))])
-    theirs = trainer.model.train().double()
-    trainer.ref_model.double()
-    theirs.zero_grad()
-    wanted = trainer.compute_loss(theirs, batch)
-    wanted.backward()
-
-    ours = packed_model(vocab_size=vocab_size, attention_dropout=0.0, max_position_embeddings=80).eval().double()
+    trainer, dataset = trl_trainer
+    wanted, ours = like_trl.loss_of(trainer), like_trl.our_model(trainer)
     kto = KTOConfig(0.1, trainer.loss_type, 1.3, 0.7)
 
     one_rank = OneRank(dataset)
@@ -114,19 +85,15 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, monkeypatch):
     objective.on_step_begin(step)
     loss = objective.loss(minibatch, read_groups(dataset, indices))
     loss.backward()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        bound = 1e-6 * float(other.grad.abs().max())
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    like_trl.assert_like_trl(loss, ours, wanted, trainer)
     objective.on_microbatch_end(SimpleNamespace(loss=loss.item(), statistics=objective.statistics.tolist()))
     gathered = MinibatchStats(objective.gathered_names)
     gathered.local.update(zip(objective.gathered_names, objective.local_values(), strict=True))
     gathered.receive_reports(np.stack([gathered.report(np.zeros(0), [True])]))
     objective.on_gathered(step, gathered)
-    found = trainer._metrics["train"]
-    for name in ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl", "entropy"):
-        if name != "kl" or estimator:
-            assert step.metrics[name] == pytest.approx(found[name][0], rel=1e-5, abs=5e-6), name
+    names = ["rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "entropy"]
+    names += ["kl"] if estimator else []
+    like_trl.assert_metrics({name: step.metrics[name] for name in names}, trainer, 5e-6)
     if estimator:
         assert step.metrics["kl"] > 0, "otherwise the estimate has no effect here"
 
@@ -139,7 +106,7 @@ def copy_packed(reference, model):
 
 
 def test_a_mismatched_answer_is_truncated_and_a_single_prompt_gets_that_of_another(trl_trainer):
-    _, dataset, _ = trl_trainer
+    _, dataset = trl_trainer
     lengths, prompts = dataset.lengths, dataset.columns["num_prompt_tokens"]
     order = np.array([2, 3, 0])
     longest = int(lengths.max())

@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 
+import like_trl
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,6 @@ from transformers import AutoModelForSequenceClassification
 
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.groups import read_groups
 from odc_mpi.data.tokenizer import END_OF_TEXT, train_tokenizer
 from odc_mpi.errors import UserError
@@ -24,8 +24,7 @@ from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.reward import RewardConfig
 from odc_mpi.training.recipes.reward.scorer import RewardScorer
 
-# Of the libraries of TRL.
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
+pytestmark = like_trl.WARNINGS
 
 #: Pairs in which an answer contains the other, or is empty, so that its reward can be at the end of the prompt.
 RECORDS = [
@@ -56,29 +55,22 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
         theirs, arguments, train_dataset=datasets.Dataset.from_list(RECORDS), processing_class=tokenizer
     )
     rows = [trainer.train_dataset[i] for i in range(3)]
-    wanted = trainer.compute_loss(theirs.train(), trainer.data_collator(rows))
-    wanted.backward()
+    wanted = like_trl.loss_of(trainer)
 
-    with DatasetWriter(tmp_path / "pairs.h5", vocab_size=len(tokenizer), tokenizer="t", source="s") as writer:
-        for row in rows:
-            chosen, rejected = row["chosen_ids"], row["rejected_ids"]
-            prompt = num_common(chosen, rejected)
-            tokens = np.array([*chosen, *rejected[prompt:]])
-            counts = PairCounts(prompt, len(chosen) - prompt, len(chosen) - prompt)
-            writer.append(tokens, np.arange(len(tokens)) >= prompt, counts)
+    of_pairs = []
+    for row in rows:
+        chosen, rejected = row["chosen_ids"], row["rejected_ids"]
+        prompt = num_common(chosen, rejected)
+        counts = PairCounts(prompt, len(chosen) - prompt, len(chosen) - prompt)
+        of_pairs.append((chosen[:prompt], [*chosen[prompt:], *rejected[prompt:]], counts))
     ours.config.pad_token_id = tokenizer.pad_token_id
     objective = PairObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))
-    with Dataset(tmp_path / "pairs.h5") as dataset:
+    with like_trl.write_rows(tmp_path / "pairs.h5", of_pairs) as dataset:
         microbatch = read_groups(dataset, np.arange(3))
     loss = objective.loss(SimpleNamespace(indices=np.arange(3)), microbatch)
     loss.backward()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        bound = 1e-6 + 1e-5 * float(other.grad.abs().max())
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
-    metrics = trainer._metrics["train"]
-    for name, value in zip(RewardScorer.statistics, objective.statistics.tolist(), strict=True):
-        assert value == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-6), name
+    like_trl.assert_like_trl(loss, ours, wanted, trainer, 1e-5, 1e-6)
+    like_trl.assert_metrics(dict(zip(RewardScorer.statistics, objective.statistics.tolist(), strict=True)), trainer)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "gpt2", "mixtral", "bloom", "jamba"])

@@ -30,22 +30,23 @@ def fragment_numbers(parameters, num_fragments):
     return torch.searchsorted(bounds, torch.cat(positions), right=True)
 
 
-def train(module, names, dataset, minibatches, optim, islands):
+def train(module, names, dataset, minibatches, config, objective):
     """Train a replica per island. Returns the mean losses of the steps, and the outer parameters by name."""
+    optim, islands = config.optim, config.islands
     replicas = [copy.deepcopy(module) for _ in minibatches[0]]
     parameters = [[dict(replica.named_parameters())[name] for name in names] for replica in replicas]
     optimizers = [torch_reference.make_optimizer(replica, optim) for replica in replicas]
     outer = parameters_to_vector(parameters[0]).detach()
     velocity = torch.zeros_like(outer)
     numbers, period = fragment_numbers(parameters[0], islands.fragments), islands.sync_every // islands.fragments
-    tokens, sent = torch.zeros(islands.fragments, len(replicas), dtype=torch.float64), {}
+    weights, sent = torch.zeros(islands.fragments, len(replicas), dtype=torch.float64), {}
     losses = []
 
     def send(number):
-        weights = (tokens[number] / tokens[number].sum()).tolist()
-        tokens[number] = 0
+        shares = (weights[number] / weights[number].sum()).tolist()
+        weights[number] = 0
         sent[number] = sum(
-            w * (outer - parameters_to_vector(inner).detach()) for w, inner in zip(weights, parameters, strict=True)
+            w * (outer - parameters_to_vector(inner).detach()) for w, inner in zip(shares, parameters, strict=True)
         )
 
     @torch.no_grad()
@@ -59,20 +60,21 @@ def train(module, names, dataset, minibatches, optim, islands):
             vector_to_parameters(torch.where(mask, shared, local), inner)
 
     for step, parts in enumerate(minibatches, 1):
-        step_loss, counts = 0.0, [sum(int(dataset.num_trained_tokens[i]) for i in part) for part in parts]
+        counts = [sum(int(dataset.num_trained_tokens[i]) for i in part) for part in parts]
+        step_loss, amounts = 0.0, [sum(objective.amount(dataset, i) for i in part) for part in parts]
         for replica, optimizer, part, count in zip(replicas, optimizers, parts, counts, strict=True):
             factor = schedule_factor(optim.lr_scheduler_type, step - 1, optim.warmup_steps, len(minibatches))
             for group in optimizer.param_groups:
                 group["lr"] = optim.learning_rate * factor
             optimizer.zero_grad()
-            loss = torch_reference.compute_loss(replica, dataset, part)
+            loss = objective.loss(replica, dataset, part)
             loss.backward()
             if optim.max_grad_norm:
                 torch.nn.utils.clip_grad_norm_(replica.parameters(), optim.max_grad_norm)
             optimizer.step()
             step_loss += loss.item() * count / sum(counts)
         losses.append(step_loss)
-        tokens += torch.tensor(counts)
+        weights += torch.tensor(amounts)
         if (step + islands.delay) % period == 0:
             send(((step + islands.delay) // period - 1) % islands.fragments)
         if step % period == 0:
@@ -80,7 +82,7 @@ def train(module, names, dataset, minibatches, optim, islands):
     for number in list(sent):  # in flight
         apply(number)
     for number in range(islands.fragments):  # the mean of the replicas at the end
-        if tokens[number].sum():
+        if weights[number].sum():
             send(number)
             outer[numbers == number] -= sent.pop(number)[numbers == number]
     slices = zip(parameters[0], outer.split([p.numel() for p in parameters[0]]), strict=True)
