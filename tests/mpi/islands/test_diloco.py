@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from odc_mpi.islands.outer_optimizer import OuterOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
-OUTER = {"islands.mode": "outer", "islands.by": 1, "islands.sync_every": 3, "run.steps": 8}
+OUTER = {"islands.mode": "outer", "islands.by": 1, "islands.sync_every": 3, "model.config.num_hidden_layers": 1}
 
 
 @pytest.fixture
@@ -109,53 +110,52 @@ def test_islands_synchronize_when_the_gradient_norm_changes(world, dataset_path)
         assert 36 <= found[26] <= 45
 
 
+@contextmanager
+def linear_islands(world, by):
+    """Islands with a layer of zeros, and its optimizer."""
+    islands, module = Islands(world, by), torch.nn.Linear(8, 3, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    model = shard_model(module, islands.island, units=[])
+    yield islands, model, torch.optim.SGD(model.shard_parameters(), lr=1.0)
+    model.close()
+    islands.close()
+
+
 @pytest.mark.sizes(2, 4)
 def test_merges_in_a_loop_of_its_own(world):
     """Two islands move a parameter to different values; both continue from their mean, weighted by tokens."""
-    islands = Islands(world, world.size // 2)
-    module = torch.nn.Linear(8, 3, bias=False)
-    torch.nn.init.zeros_(module.weight)
-    model = shard_model(module, islands.island, units=[])
-    optimizer = torch.optim.SGD(model.shard_parameters(), lr=1.0)
-    loop = DiLoCo(islands, model, sync_every=2, learning_rate=1.0, momentum=0.0)
-    for step in (1, 2):
-        with model.minibatch():
-            if islands.island.rank == 0:
-                (-(1 + 2 * islands.index) * model(torch.eye(8)).sum()).backward()
-        optimizer.step()
-        result = loop.step([3, 1][islands.index])
-        model.publish()
-        wanted = 2 * (0.75 * 1 + 0.25 * 3) if step == 2 else 1 + 2 * islands.index
-        assert torch.equal(model.state_dict()["weight"], torch.full((3, 8), float(wanted)))
-        assert (result is None) == (step == 1)
-        world.gather_objects(None)
-    loop.free()
-    with pytest.raises(UserError, match="islands: expected two or more, got 1"):
-        DiLoCo(Islands(world, world.size), model)
-    model.close()
-    islands.close()
+    with linear_islands(world, world.size // 2) as (islands, model, optimizer):
+        loop = DiLoCo(islands, model, sync_every=2, learning_rate=1.0, momentum=0.0)
+        for step in (1, 2):
+            with model.minibatch():
+                if islands.island.rank == 0:
+                    (-(1 + 2 * islands.index) * model(torch.eye(8)).sum()).backward()
+            optimizer.step()
+            result = loop.step([3, 1][islands.index])
+            model.publish()
+            wanted = 2 * (0.75 * 1 + 0.25 * 3) if step == 2 else 1 + 2 * islands.index
+            assert torch.equal(model.state_dict()["weight"], torch.full((3, 8), float(wanted)))
+            assert (result is None) == (step == 1)
+            world.gather_objects(None)
+        loop.free()
+        with pytest.raises(UserError, match="islands: expected two or more, got 1"):
+            DiLoCo(Islands(world, world.size), model)
 
 
 @pytest.mark.sizes(2, 3, 4)
 def test_islands_take_steps_at_their_own_speeds_and_in_different_numbers(world):
     """An island that has finished takes part in the merges of the others, and all end with the same parameters."""
-    islands = Islands(world, 1)
-    module = torch.nn.Linear(8, 3, bias=False)
-    torch.nn.init.zeros_(module.weight)
-    model = shard_model(module, islands.island, units=[])
-    optimizer = torch.optim.SGD(model.shard_parameters(), lr=1.0)
-    loop = DiLoCo(islands, model, sync_every=6, fragments=3, delay=1)
-    num_steps = 2 + 5 * world.rank
-    for step in range(1, num_steps + 1):
-        with model.minibatch():
-            model(torch.eye(8)).sum().backward()
-        optimizer.step()
-        loop.step(1)
-        if step == num_steps:
-            loop.finish()
-        model.publish()
-    found = world.gather_objects((model.state_dict()["weight"].sum().item(), loop.num_merges))
-    assert len(set(found)) == 1 and found[0][0] < 0
-    loop.free()
-    model.close()
-    islands.close()
+    with linear_islands(world, 1) as (islands, model, optimizer):
+        loop = DiLoCo(islands, model, sync_every=6, fragments=3, delay=1)
+        num_steps = 2 + 5 * world.rank
+        for step in range(1, num_steps + 1):
+            with model.minibatch():
+                model(torch.eye(8)).sum().backward()
+            optimizer.step()
+            loop.step(1)
+            if step == num_steps:
+                loop.finish()
+            model.publish()
+        found = world.gather_objects((model.state_dict()["weight"].sum().item(), loop.num_merges))
+        assert len(set(found)) == 1 and found[0][0] < 0
+        loop.free()

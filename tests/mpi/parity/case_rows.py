@@ -1,36 +1,18 @@
 """The rows of the matrix. Numbers of ranks: those on which an outcome can differ; an uneven one, and a pair."""
 
+import parity_case as at
 import pytest
-from parity_case import (
-    compiles,
-    copied,
-    copies_own_parts,
-    copies_peers,
-    mapped_device,
-    moves_nothing,
-    nodes_of_three,
-    one_microbatch,
-    row,
-    slow_attention,
-    slow_microbatches,
-    slow_rollouts,
-    small_blocks,
-    splits,
-    splits_at_least,
-    stays_whole,
-    unmapped_device,
-    unpacked,
-    without_kernels,
-)
+from parity_case import row
 
 SLOW = (pytest.mark.slow,)
+TICKETS, MINI = {"data__balance": "dynamic"}, {"data__balance": "lb_mini"}
 UNTIED = {"model__config__tie_word_embeddings": "false"}
 NO_CACHE = {"comm__zero_copy": "off", "comm__parameter_cache_bytes": 0}
 CHECKPOINTING = {"model__gradient_checkpointing": "true"}
 
 SFT = [
-    row("local sort", 1, 4, data__balance="local_sort", comm__prefetch=2, **UNTIED),
-    row("micro", 2, 3, data__balance="lb_micro", comm__prefetch=1, model__config__tie_word_embeddings="true"),
+    row("local sort", 2, 4, data__balance="local_sort", comm__prefetch=2, **UNTIED),
+    row("micro", 1, 3, data__balance="lb_micro", comm__prefetch=1, model__config__tie_word_embeddings="true"),
     row("mini", 2, 3, data__balance="lb_mini", comm__prefetch=0, model__config__tie_word_embeddings="true"),
     row("dynamic", 1, 2, 4, data__balance="dynamic", comm__prefetch=2, **UNTIED),
     row("frozen embedding", 3, freeze=("embed_tokens",), data__balance="lb_mini", **UNTIED),
@@ -42,14 +24,14 @@ SFT = [
     row("learned cost, tickets", 2, data__balance="dynamic", data__cost="fitted", run__steps=8),
     # A mailbox for about a tenth of a unit's gradient, and a different number of microbatches on each rank.
     row("mailbox", 2, 3, data__balance="lb_mini", comm__reduction="mailbox", comm__mailbox_bytes=2048),
-    row("islands of which one spans two nodes", 4, using=(nodes_of_three,), islands__by=2),
-    row("node cache", 4, using=(nodes_of_three,), data__balance="dynamic", comm__zero_copy="off"),
+    row("islands of which one spans two nodes", 4, using=(at.nodes_of_three,), islands__by=2),
+    row("node cache", 4, using=(at.nodes_of_three,), data__balance="dynamic", comm__zero_copy="off"),
     row("bf16", 2, 3, model__param_dtype="bfloat16", loss=2e-2, close=None),
-    row("one sequence", 1, 2, 3, 4, data__minibatch_sequences=1, then=(one_microbatch,)),
+    row("one sequence", 1, 2, 3, 4, data__minibatch_sequences=1, then=(at.one_microbatch,)),
     row("evaluated", 3, evaluates=True, data__balance="lb_mini", **UNTIED),
     row("evaluated, tickets", 2, evaluates=True, data__balance="dynamic", data__eval_sequences=5, **UNTIED),
-    row("unpacked", 3, using=(unpacked,), evaluates=True, data__balance="lb_mini", **UNTIED),
-    row("unpacked, exact", 2, using=(unpacked,), evaluates=True, data__balance="dynamic", run__exact="true", **UNTIED),
+    row("unpacked", 3, using=(at.unpacked,), evaluates=True, data__balance="lb_mini", **UNTIED),
+    row("unpacked, exact", 2, using=(at.unpacked,), evaluates=True, **TICKETS, run__exact="true", **UNTIED),
     row("fixed point", 3, data__balance="lb_mini", model__reduce_dtype="fixed64"),
     row("model in a directory", 2, 3, model__path="dense"),
     # A microbatch is one sequence, since the auxiliary loss is computed per microbatch.
@@ -58,7 +40,7 @@ SFT = [
 ]  # fmt: skip
 
 COMPILED = {"model__compile": "true", "run__steps": 2, **NO_CACHE}
-TO_COMPILE = {"using": (without_kernels,), "then": (compiles,)}
+TO_COMPILE = {"using": (at.without_kernels,), "then": (at.compiles,)}
 PEFT = {"lora__r": 4, "lora__alpha": 16, "optim__warmup_steps": None, "run__steps": 4, "close": (1e-5, 1e-6)}
 COMPILER = [
     row("compiled, recomputed", 2, marks=(pytest.mark.timeout(300),), **TO_COMPILE, **COMPILED, **CHECKPOINTING),
@@ -93,52 +75,52 @@ ADAPTERS = [
 ]  # fmt: skip
 
 CONTEXT = {"data__balance": "dynamic", "data__context_parallel": "auto"}
-HALF = {"using": (splits(2),), "then": (splits_at_least(10),), **CONTEXT}
-THIRD = {"using": (splits(3),), "then": (splits_at_least(10),), **CONTEXT}
-ON_DEVICE = {**CONTEXT, "using": (mapped_device, splits(3)), "then": (splits_at_least(10), copied),
+HALF = {"using": (at.splits(2),), "then": (at.splits_at_least(10),), **CONTEXT}
+THIRD = {"using": (at.splits(3),), "then": (at.splits_at_least(10),), **CONTEXT}
+ON_DEVICE = {**CONTEXT, "using": (at.mapped_device, at.splits(3)), "then": (at.splits_at_least(10), at.copied),
              "run__device": "cuda", "comm__window_device": "cpu"}  # fmt: skip
-ADAPTED = {**PEFT, **CONTEXT, "optim__learning_rate": 0.1, "run__steps": 3, "using": (splits(3),), "loss": 1e-5,
-           "then": (splits_at_least(1),), "close": (1e-3, 1e-4)}  # fmt: skip
+ADAPTED = {**PEFT, **CONTEXT, "optim__learning_rate": 0.1, "run__steps": 3, "using": (at.splits(3),), "loss": 1e-5,
+           "then": (at.splits_at_least(1),), "close": (1e-3, 1e-4)}  # fmt: skip
 SHORT_BF16 = {"data__balance": "dynamic", "model__param_dtype": "bfloat16", "run__steps": 3}
 CONTEXT_PARALLEL = [
     row("chunks", 2, **HALF),
     row("chunks on a device", 3, **ON_DEVICE),
     row("chunks on a device, recomputed", 2, **ON_DEVICE, comm__zero_copy="off", **CHECKPOINTING),
     row("chunks, fetched late", 3, **THIRD, comm__prefetch=0),
-    row("chunks on four ranks", 4, **HALF | {"using": (splits(4),)}, comm__prefetch=2, comm__zero_copy="off"),
+    row("chunks on four ranks", 4, **HALF | {"using": (at.splits(4),)}, comm__prefetch=2, comm__zero_copy="off"),
     row("chunks, recomputed", 4, **THIRD, **CHECKPOINTING),
     row("chunks, mailbox", 3, **HALF, comm__zero_copy="off", comm__reduction="mailbox", **CHECKPOINTING),
     row("chunks, small mailbox", 4, **THIRD, comm__reduction="mailbox", comm__mailbox_bytes=4096),
     # Sums over chunks round to bf16 in other places: 4e-3 of each number, less of a loss.
-    row("chunks, bf16", 3, like=SHORT_BF16, loss=5e-3, close=None, using=(splits(3),), then=(splits_at_least(1),),
+    row("chunks, bf16", 3, like=SHORT_BF16, loss=5e-3, close=None, using=(at.splits(3),), then=(at.splits_at_least(1),),
         **SHORT_BF16 | CONTEXT),
     # If only queries have adapters, no gradients of keys and values are sent.
     row("chunks, queries", 3, **ADAPTED, lora__target_modules="[q_proj]"),
     row("chunks, keys and values", 3, **ADAPTED, lora__target_modules="[k_proj, v_proj]"),
     # Two sequences a minibatch: the longer one is split over the ranks, or takes all the time.
     row("a cut where it gains", 2, **CONTEXT, data__minibatch_sequences=2, data__cost="linear",
-        then=(splits_at_least(3),)),
+        then=(at.splits_at_least(3),)),
     # Sequences of up to 40 tokens, in chunks of at most 20.
-    row("longer than a microbatch", 2, **CONTEXT, data__max_tokens_per_microbatch=20, then=(splits_at_least(1),)),
-    row("chunks, slow rank and learned cost", 3, **THIRD | {"using": (splits(3), slow_attention)},
+    row("longer than a microbatch", 2, **CONTEXT, data__max_tokens_per_microbatch=20, then=(at.splits_at_least(1),)),
+    row("chunks, slow rank and learned cost", 3, **THIRD | {"using": (at.splits(3), at.slow_attention)},
         data__cost="fitted"),
     row("window", 3, **CONTEXT, model__config__use_sliding_window="true", model__config__sliding_window=8,
-        model__config__max_window_layers=1, run__steps=1, then=(stays_whole,)),
+        model__config__max_window_layers=1, run__steps=1, then=(at.stays_whole,)),
 ]  # fmt: skip
 
-DEVICE = {"using": (unmapped_device,), "run__device": "cuda", "comm__window_device": "cuda",
+DEVICE = {"using": (at.unmapped_device,), "run__device": "cuda", "comm__window_device": "cuda",
           "data__balance": "lb_mini", "comm__zero_copy": "off"}  # fmt: skip
-ADDS, ACCUMULATES = {"then": (copies_own_parts(True),)}, {"then": (copies_own_parts(False),)}
-MAPPED = {"using": (mapped_device,), "then": (copies_peers,), "run__device": "cuda", "data__balance": "lb_mini",
+ADDS, ACCUMULATES = {"then": (at.copies_own_parts(True),)}, {"then": (at.copies_own_parts(False),)}
+MAPPED = {"using": (at.mapped_device,), "then": (at.copies_peers,), "run__device": "cuda", "data__balance": "lb_mini",
           "comm__zero_copy": "off"}  # fmt: skip
 ON_GPU = {"optim__device": "cuda"}
 BY_ACCUMULATE = {"comm__reduction": "accumulate"}
-BF16_DEVICE = {"using": (unmapped_device,), "loss": 2e-2, "close": None, "run__device": "cuda",
+BF16_DEVICE = {"using": (at.unmapped_device,), "loss": 2e-2, "close": None, "run__device": "cuda",
                "model__param_dtype": "bfloat16"}  # fmt: skip
 DEVICES = [
     row("device", 2, 3, **DEVICE, **ADDS),
     row("device, zero copy", 2, **DEVICE | {"comm__zero_copy": "auto"}, **ADDS),
-    row("device, only rank", 1, **DEVICE | {"comm__zero_copy": "auto"}, then=(moves_nothing,)),
+    row("device, only rank", 1, **DEVICE | {"comm__zero_copy": "auto"}, then=(at.moves_nothing,)),
     row("device, recomputed", 1, 3, **DEVICE, **ADDS, comm__prefetch=2, **CHECKPOINTING),
     row("device, accumulate", 3, **DEVICE, **ACCUMULATES, **BY_ACCUMULATE),
     row("device, mailbox", 3, **DEVICE, **ADDS, comm__reduction="mailbox", comm__progress="off",
@@ -155,17 +137,17 @@ DEVICES = [
     row("bf16, device", 2, **BF16_DEVICE, **ON_GPU, comm__reduction="mailbox", comm__window_device="cuda"),
 ]  # fmt: skip
 
-DPO = {"objective": "dpo", "evaluates": True, "using": (small_blocks,)}
+DPO = {"objective": "dpo", "evaluates": True, "using": (at.small_blocks,)}
 KTO = {"objective": "kto", "evaluates": True}
 REWARD = {"objective": "reward", "evaluates": True}
 APART = {"islands__mode": "outer", "islands__by": 1, "islands__sync_every": 3, "run__steps": 8}
 PREFERENCES = [
     row("dpo", 3, **DPO, data__balance="lb_mini"),
     row("dpo, tickets", 1, 2, **DPO, data__balance="dynamic"),
-    row("dpo, unpacked", 2, **DPO | {"using": (small_blocks, unpacked)}, data__balance="dynamic", run__steps=3),
+    row("dpo, unpacked", 2, **DPO | {"using": (at.small_blocks, at.unpacked)}, data__balance="dynamic", run__steps=3),
     row("kto", 3, **KTO, data__balance="lb_mini"),
     row("kto, tickets", 1, 2, **KTO, data__balance="dynamic"),
-    row("kto, unpacked", 2, **KTO, using=(unpacked,), data__balance="dynamic", run__steps=3),
+    row("kto, unpacked", 2, **KTO, using=(at.unpacked,), data__balance="dynamic", run__steps=3),
     row("apo", 2, **KTO, data__balance="dynamic", kto__loss_type="apo_zero_unpaired", run__steps=3),
     row("kto, islands", 2, objective="kto", data__balance="dynamic", islands__by=1),
     row("kto, islands of two", 4, **KTO, data__balance="lb_mini", islands__by=2),
@@ -191,7 +173,7 @@ ISLANDS = [
     row("apart, all", 2, 4, **APART | FRAGMENTS, **DELAYED, **SHARED, data__balance="dynamic"),
     row("apart, by two", 4, **APART | FRAGMENTS | {"islands__by": 2}, **DELAYED, **SHARED, data__balance="lb_mini"),
     row("apart, by two, tickets", 4, **APART | FRAGMENTS | {"islands__by": 2}, **DELAYED, data__balance="dynamic"),
-    row("apart, one on two nodes", 4, using=(nodes_of_three,), **APART | {"islands__by": 2}, comm__node_cache="off"),
+    row("apart, one on two nodes", 4, using=(at.nodes_of_three,), **APART | {"islands__by": 2}, comm__node_cache="off"),
 ]
 
 PLAIN = [*SFT, *COMPILER, *ADAPTERS, *CONTEXT_PARALLEL, *DEVICES, *PREFERENCES, *ISLANDS]
@@ -201,7 +183,6 @@ COPIED = {"data__balance": "dynamic", "comm__zero_copy": "off"}
 IN_PLACE = {"comm__reduction": "accumulate", "data__balance": "dynamic"}
 BY_MAILBOX = {"comm__reduction": "mailbox", "comm__zero_copy": "off"}
 PREFETCHED = {"comm__zero_copy": "off", "comm__prefetch": 2}
-TICKETS, MINI = {"data__balance": "dynamic"}, {"data__balance": "lb_mini"}
 LORA = {"lora__r": 4}
 CLIPPED, BF16 = {"optim__max_grad_norm": 0.1}, {"model__param_dtype": "bfloat16"}
 PREFERENCE = {"run__steps": 3, "run__eval_on_start": True}
@@ -221,7 +202,7 @@ EXACT = [
         model__config__tie_word_embeddings="true"),
     row("lora", 3, way=COPIED, **USUAL, **LORA, lora__dropout=0.1),
     row("ranks without a microbatch", 2, 3, way=TICKETS, **USUAL | {"data__minibatch_sequences": 1}),
-    row("slow ranks", 2, using=(slow_microbatches,), way=TICKETS | {"comm__prefetch": 2}, **USUAL),
+    row("slow ranks", 2, using=(at.slow_microbatches,), way=TICKETS | {"comm__prefetch": 2}, **USUAL),
     row("islands in place", 3, 4, way=IN_PLACE | {"islands__by": 1}, **USUAL, **CLIPPED),
     row("islands, mailbox, lora", 2, 3, way=BY_MAILBOX | {"islands__by": 1}, **USUAL, **LORA),
     row("islands, copied, bf16", 2, 3, way=PREFETCHED | {"islands__by": 1}, **USUAL, **BF16),
@@ -238,6 +219,6 @@ EXACT = [
     row("grpo", 3, **GRPO | {"rl__loss_type": "grpo"}, rl__beta=0.1, rl__scale_rewards="none"),
     row("dr_grpo", 3, **GRPO | {"rl__loss_type": "dr_grpo"}, **BF16, rl__mask_truncated_completions="true"),
     row("dapo, adapters", 2, **GRPO, **LORA, rl__beta=0.1),
-    row("dapo, nothing stored", 3, using=(slow_rollouts,), **GRPO | {"way": NOT_STORED}),
-    row("dapo, little stored", 2, using=(slow_rollouts,), **GRPO | {"way": LITTLE_STORED}),
+    row("dapo, nothing stored", 3, using=(at.slow_rollouts,), **GRPO | {"way": NOT_STORED}),
+    row("dapo, little stored", 2, using=(at.slow_rollouts,), **GRPO | {"way": LITTLE_STORED}),
 ]  # fmt: skip

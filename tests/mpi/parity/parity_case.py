@@ -16,6 +16,7 @@ from small_training import configure
 from test_device_training import pose_as_device
 
 from odc_mpi import api
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.context_parallel import even_bounds
@@ -105,8 +106,12 @@ def small_blocks(at):
 
 
 def nodes_of_three(at):
+    """One of two islands of two ranks spans both nodes."""
     at.world = on_nodes_of_three(at.world, at.monkeypatch)
     at.close.append(at.world)
+    islands = Islands(at.world, 2)
+    assert islands.island.num_nodes == 1 + islands.index
+    islands.close()
 
 
 def without_kernels(at):

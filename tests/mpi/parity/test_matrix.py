@@ -160,7 +160,7 @@ def compare_with_evaluations(case, config, at):
         ]
         for values, line in wanted:
             for name, value in values.items():
-                exact = {"rel": 1e-5, "abs": 1e-6} if name.endswith("loss") else {"rel": 1e-4, "abs": 1e-5}
+                exact = {"rel": 1e-5 if name.endswith("loss") else 1e-4, "abs": 1e-6 if line is start else 1e-5}
                 assert line[name] == pytest.approx(value, **exact), name
         assert summary["eval_loss"] == steps[-1]["eval_loss"]
         assert_saved(Path(config.run.dir), module)

@@ -15,7 +15,7 @@ from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.recipes.grpo import source
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
+pytestmark = pytest.mark.mpi
 
 TEMPERATURE = 0.8
 #: What the first step changes sets policy and reference apart in the second.
@@ -143,20 +143,24 @@ def plain_model(config, state=None):
     return model.double()
 
 
+def case(*sizes, **settings):
+    return pytest.param(settings, marks=pytest.mark.sizes(*sizes), id="-".join(map(str, settings.values())))
+
+
 CASES = [
-    {"loss_type": "dapo"},
-    {"loss_type": "dapo", "scale_rewards": "none", "mask_truncated_completions": True, "beta": 0.1, "only": "even"},
-    {"loss_type": "dapo", "beta": 0.3, "adapters": True},
-    {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.1},
-    {"loss_type": "grpo", "mask_truncated_completions": True, "beta": 0.1, "adapters": True, "only": "even"},
-    {"loss_type": "dr_grpo", "mask_truncated_completions": True, "beta": 0.1},
+    case(3, loss_type="dapo"),
+    case(2, loss_type="dapo", scale_rewards="none", mask_truncated_completions=True, beta=0.1, only="even"),
+    case(2, loss_type="dapo", beta=0.3, adapters=True),
+    case(2, loss_type="grpo", scale_rewards="none", beta=0.1),
+    case(3, loss_type="grpo", mask_truncated_completions=True, beta=0.1, adapters=True, only="even"),
+    case(2, 3, loss_type="dr_grpo", mask_truncated_completions=True, beta=0.1),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_losses_and_gradients_are_those_of_the_formulas(world, grpo_dir, case):
+@pytest.mark.parametrize("settings", CASES)
+def test_losses_and_gradients_are_those_of_the_formulas(world, grpo_dir, settings):
     """Also with only the reward that may be None."""
-    rl = {"scale_rewards": "group", "beta": 0.0} | case
+    rl = {"scale_rewards": "group", "beta": 0.0} | settings
     adapters, only_even = rl.pop("adapters", False), "only" in rl
     changes = SETTINGS | (only_reward(grpo_dir, rl.pop("only")) if only_even else {})
     changes |= {f"rl__{name}": value for name, value in rl.items()}

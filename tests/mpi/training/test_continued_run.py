@@ -31,7 +31,7 @@ EPSILON = {"model.config.rms_norm_eps": 1e-3}
 
 @pytest.fixture(scope="module")
 def directory(world, shared_dir):
-    return save_model(world, shared_dir / "published")
+    return save_model(world, shared_dir / "published", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,9 @@ def run(world, base, dataset_path):
     """`run(name, **settings)` trains in a directory of that name; returns its metrics and its summary."""
 
     def start(name, **settings):
-        return train_to_the_end(configure(dataset_path, **({"run__dir": base / name} | settings)), world)
+        return train_to_the_end(
+            configure(dataset_path, run__dir=base / name, model__config__num_hidden_layers=1, **settings), world
+        )
 
     start.base, start.held_out = base, dataset_path.with_suffix(".eval.h5")
     return start
