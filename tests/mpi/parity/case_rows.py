@@ -39,7 +39,8 @@ SFT = [
         model__config__output_router_logits=True, model__config__router_aux_loss_coef=0.5),
 ]  # fmt: skip
 
-COMPILED = {"model__compile": "true", "run__steps": 2, **NO_CACHE}
+COMPILED = {"model__compile": "true", "run__steps": 2, "model__config__num_hidden_layers": 2,
+            "data__minibatch_sequences": 4, **NO_CACHE}  # fmt: skip
 TO_COMPILE = {"using": (at.without_kernels,), "then": (at.compiles,)}
 PEFT = {"lora__r": 4, "lora__alpha": 16, "optim__warmup_steps": None, "run__steps": 4, "close": (1e-5, 1e-6)}
 COMPILER = [
@@ -178,7 +179,7 @@ ISLANDS = [
 
 PLAIN = [*SFT, *COMPILER, *ADAPTERS, *CONTEXT_PARALLEL, *DEVICES, *PREFERENCES, *ISLANDS]
 
-USUAL = {"data__minibatch_sequences": 11, "data__eval_sequences": 9, "optim__adam_epsilon": 1e-8}
+USUAL = {"data__minibatch_sequences": 11, "data__eval_sequences": 9, "optim__adam_epsilon": 1e-8, "run__steps": 3}
 COPIED = {"data__balance": "dynamic", "comm__zero_copy": "off"}
 IN_PLACE = {"comm__reduction": "accumulate", "data__balance": "dynamic"}
 BY_MAILBOX = {"comm__reduction": "mailbox", "comm__zero_copy": "off"}
