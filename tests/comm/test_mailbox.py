@@ -1,18 +1,16 @@
 """The mailbox over a network that does all that MPI allows: late, in any order, and byte by byte."""
 
-import ctypes
-import functools
 import threading
 import time
-import weakref
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from delays import Delays, Later
 from ranks import run_threads
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce import mailbox, rings
@@ -23,25 +21,6 @@ from odc_mpi.runtime.job import Progress
 
 SIZES = [1, 40, 333, 2000]
 SMALLEST = 256  # bytes of a ring
-
-
-class Borrowed:
-    """Memory of the caller, which is not kept: MPI holds no reference to buffers that it sends."""
-
-    def __init__(self, values):
-        owner = values
-        while isinstance(owner, np.ndarray) and owner.base is not None:
-            owner = owner.base
-        if isinstance(owner, torch.Tensor):
-            self._gone = StorageWeakRef(owner.untyped_storage()).expired
-        else:
-            reference = weakref.ref(owner)
-            self._gone = lambda: reference() is None
-        self._address, self.size = values.ctypes.data, values.size
-
-    def view(self):
-        assert not self._gone(), "memory was let go of while it was on its way"
-        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self._address), dtype=np.uint8)
 
 
 def split(memory, parts):
@@ -55,8 +34,7 @@ class LateWindow:
 
     def __init__(self, world, numel, dtype):
         self.tensor = torch.zeros(numel, dtype=dtype)
-        self._rng = np.random.default_rng([world.rank, numel])
-        self._waiting = []
+        self._delays = Delays(world.rank, numel, share_at_once=0.5)
         self._busy = threading.Lock()
         # One after the other on every rank, so that the last of each rank is the same.
         world.group.barrier.wait()
@@ -67,15 +45,12 @@ class LateWindow:
     def put_messages(self, values, parts):
         assert self._busy.acquire(blocking=False), "two threads at a time"
         for target, start, part in split(values, parts):
-            self._waiting.append((target, start, Borrowed(part)))
-            if self._rng.random() < 0.5:
-                self._deliver([self._waiting.pop(self._rng.integers(len(self._waiting)))])
+            self._delays.start(Later(self._deliver, part, target, start))
         self._busy.release()
 
     def flush(self):
         assert self._busy.acquire(blocking=False), "two threads at a time"
-        due, self._waiting = self._waiting, []
-        self._deliver([due[i] for i in self._rng.permutation(len(due))])
+        self._delays.complete()
         self._busy.release()
 
     def get_messages(self, buffer, parts):
@@ -88,27 +63,16 @@ class LateWindow:
         pass
 
     def free(self):
-        assert not self._waiting or self.tensor.numel() < 100, "gradients were put and never flushed"
+        assert not self._delays.waiting or self.tensor.numel() < 100, "gradients were put and never flushed"
 
-    def _deliver(self, puts):
-        for target, start, borrowed in puts:
-            memory, values = self._everyone[target].tensor.numpy(), borrowed.view()
-            # A concurrent reader sees some of the lower bytes new and the upper ones old.
-            parts = values.reshape(-1, 1) if values.size == 8 else [values]
-            for part in parts:
-                memory[start : start + part.size] = part
-                start += part.size
-                time.sleep(0)
-
-
-class Sent:
-    """Bytes that are in the network, and no longer anybody's memory."""
-
-    def __init__(self, values):
-        self._bytes, self.size = values.copy(), values.size
-
-    def view(self):
-        return self._bytes
+    def _deliver(self, values, target, start):
+        memory = self._everyone[target].tensor.numpy()
+        # A concurrent reader sees some of the lower bytes new and the upper ones old.
+        parts = values.reshape(-1, 1) if values.size == 8 else [values]
+        for part in parts:
+            memory[start : start + part.size] = part
+            start += part.size
+            time.sleep(0)
 
 
 class HastyWindow(LateWindow):
@@ -116,20 +80,25 @@ class HastyWindow(LateWindow):
 
     def put_messages(self, values, parts):
         with self._busy:
-            self._waiting += [(target, start, Sent(part)) for target, start, part in split(values, parts)]
+            for target, start, part in split(values, parts):
+                self._delays.waiting.append(Later(self._deliver, part, target, start))
+                self._delays.waiting[-1].let_go()
 
     def flush(self):
         with self._busy:
-            num_late = self._rng.integers(3) if self._waiting and self._waiting[-1][2].size == 8 else 0
-            on_time = max(0, len(self._waiting) - num_late)
-            self._deliver(self._waiting[:on_time])
-            self._waiting = self._waiting[on_time:]
-        threading.Timer(0.002, self._arrive).start()
+            waiting = self._delays.waiting
+            num_late = self._delays.rng.integers(3) if waiting and waiting[-1].size == 8 else 0
+            self._arrive(max(0, len(waiting) - num_late))
+        threading.Timer(0.002, self._arrive_late).start()
 
-    def _arrive(self):
+    def _arrive_late(self):
         with self._busy:
-            self._deliver(self._waiting)
-            self._waiting = []
+            self._arrive(len(self._delays.waiting))
+
+    def _arrive(self, count):
+        for deliver in self._delays.waiting[:count]:
+            deliver()
+        del self._delays.waiting[:count]
 
 
 class LateStores(np.ndarray):
@@ -300,14 +269,16 @@ def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
 @pytest.mark.parametrize("ring_bytes", [SMALLEST, 5 * SMALLEST + 64, 1 << 20])
 @pytest.mark.parametrize(("dtype", "serving_thread"), [(torch.float32, True), (torch.float64, False)])
 def test_sums_are_exact(size, ring_bytes, dtype, serving_thread):
-    run_ranks(size, functools.partial(train, ring_bytes=ring_bytes, dtype=dtype, serving_thread=serving_thread))
+    num_minibatches = 6 if ring_bytes == SMALLEST else 12  # of which each fills the ring many times
+    options = {"num_minibatches": num_minibatches, "serving_thread": serving_thread}
+    run_ranks(size, partial(train, ring_bytes=ring_bytes, dtype=dtype, **options))
 
 
 @pytest.mark.parametrize(("size", "node_size"), [(3, 2), (4, 2), (5, 3)])
 @pytest.mark.parametrize("ring_bytes", [SMALLEST, 1 << 20])
 def test_sums_are_exact_where_ranks_of_a_node_share_rings(size, node_size, ring_bytes):
     options = {"num_minibatches": 6, "serving_thread": size == 4}
-    work = functools.partial(train, ring_bytes=ring_bytes, dtype=torch.float32, **options)
+    work = partial(train, ring_bytes=ring_bytes, dtype=torch.float32, **options)
     run_ranks(size, work, node_size)
 
 
@@ -315,7 +286,7 @@ def test_sums_are_exact_where_ranks_of_a_node_share_rings(size, node_size, ring_
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_are_exact_where_a_flush_comes_back_early(size, ring_bytes, monkeypatch):
     monkeypatch.setattr(mailbox, "Window", HastyWindow)
-    run_ranks(size, functools.partial(train, ring_bytes=ring_bytes, dtype=torch.float32))
+    run_ranks(size, partial(train, ring_bytes=ring_bytes, dtype=torch.float32))
 
 
 def test_small_pushes_that_fill_no_ring_do_not_run_out_of_headers():

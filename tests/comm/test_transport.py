@@ -1,6 +1,6 @@
 import pytest
 import torch
-from local_transport import LocalGroup, LocalTransport
+from ranks import LocalGroup, LocalTransport
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])

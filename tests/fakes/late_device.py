@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 import torch
-from mpi4py import MPI
+from delays import POISON, Borrowed, is_poisoned, poison
 
 from odc_mpi.comm.kernels.native import add_segments_
 
@@ -36,7 +36,7 @@ class LateDevice:
         return 1 << 30
 
     def empty(self, num_bytes):
-        memory = torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN in every floating-point type
+        memory = torch.full((num_bytes,), POISON, dtype=torch.uint8)
         self.device_memory.add(memory.data_ptr())
         return memory
 
@@ -44,7 +44,7 @@ class LateDevice:
         """Memory that other processes can map: a file without a name."""
         file = os.memfd_create("late device")
         os.ftruncate(file, max(1, num_bytes))
-        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)[:num_bytes].fill_(255)
+        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)[:num_bytes].fill_(POISON)
         self.device_memory.add(memory.data_ptr())
         self._files[memory.data_ptr()] = file
         weakref.finalize(memory.untyped_storage(), os.close, file)
@@ -63,7 +63,7 @@ class LateDevice:
         self._mapped.remove(memory.data_ptr())
 
     def empty_pinned(self, num_bytes):
-        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def register(self, memory):
         if self.can_register:
@@ -153,16 +153,12 @@ class LateCopy:
 
     def __init__(self, device, stream, destination, source):
         self._device, self._stream, self._destination = device, stream, destination
-        # By address, because a copy on a GPU keeps no memory alive either.
-        memory = MPI.memory.fromaddress(source.data_ptr(), max(1, source.nbytes))
-        self._source = torch.frombuffer(memory, dtype=torch.uint8, count=source.nbytes)
-        self._before = self._source.clone()
-        self._delivered = False
-        destination.view(torch.uint8).fill_(255)
+        self._source, self._delivered = Borrowed(source), False
+        poison(destination)
 
     def deliver(self):
         with torch.inference_mode():  # a thread's views are inference tensors
-            self._destination.view(torch.uint8).copy_(self._source)
+            self._destination.view(torch.uint8).copy_(torch.from_numpy(self._source.unchanged()))
         self._delivered = True
 
     def fills(self, memory):
@@ -176,11 +172,9 @@ class LateCopy:
     wait = synchronize
 
     def complete(self):
-        same = torch.equal(self._source, self._before)
-        assert same, "the source of a copy was written to before it was done"
+        self._source.unchanged()
         if not self._delivered:
-            untouched = (self._destination.view(torch.uint8) == 255).all()
-            assert bool(untouched), "the target of a copy was touched meanwhile"
+            assert is_poisoned(self._destination), "the target of a copy was touched meanwhile"
             self.deliver()
 
 
@@ -189,13 +183,12 @@ class LateAddition:
 
     def __init__(self, device, shard, slots):
         self._device, self._shard, self._slots = device, shard, slots
-        self._before = [values.clone() for _, values in slots]
+        self._borrowed = [Borrowed(values) for _, values in slots]
 
     def synchronize(self):
         time.sleep(self._device.copy_s)
-        for (_, values), before in zip(self._slots, self._before, strict=True):
-            same = torch.equal(values.view(torch.uint8), before.view(torch.uint8))
-            assert same, "a slot was written to before it was added"
+        for slot in self._borrowed:
+            slot.unchanged()
         # One stream: additions never overlap.
         with self._device._lock:
             add_segments_(self._shard, self._slots)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ranks import LateTransport, RecordingTransport, run_ranks
+from ranks import Adversary, RecordingTransport, run_ranks
 from torch import nn, optim
 from toy_models import INPUT, Layer
 
@@ -143,13 +143,12 @@ def check_parity(
     with_buffers=False,
     prefetch=0,
     budgets=None,
-    kind=None,
+    kind=Adversary,
     **training,
 ):
-    """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
+    """Train a module, of `param_dtype`, on one process and over the adversary; fail where losses or parameters differ.
 
-    With `prefetch` over a transport that is late and that notices what may not be, unless `kind` is given. With
-    `budgets`, which gives a rank's, units stay and gradients are added up.
+    With `budgets`, which gives a rank's, units stay and gradients are added up.
     """
     module = module.to(param_dtype)
     plain = copy.deepcopy(module)
@@ -168,7 +167,6 @@ def check_parity(
         losses = train_sharded(model, transport, minibatches, **training)
         return Trained(model, transport, model.state_dict(), losses)
 
-    kind = kind or (LateTransport if prefetch else RecordingTransport)
     ranks = run_ranks(size, work, param_dtype, reduce_dtype, kind)
     training.pop("mark_last", None)
     expected_losses = train_plain(plain, minibatches, **training)

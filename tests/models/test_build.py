@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from local_transport import LocalGroup, LocalTransport
 from packed_models import LargestTensor
+from ranks import LocalGroup, LocalTransport
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import QWEN2
 from user_errors import refused

@@ -4,11 +4,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+from delays import late
 from grpo_job import write_files
 from mpi4py import MPI
 from pair_files import write_labeled, write_pairs
 
+from odc_mpi.comm import factory
+from odc_mpi.comm.islands import exchange
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.reduce import mailbox
+from odc_mpi.comm.windows.rma import Window
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.models import families
 from odc_mpi.runtime.world import World
@@ -130,6 +135,16 @@ def allocate(world):
     for transport in made:
         transport.close()
         transport.close()
+
+
+@pytest.fixture
+def late_windows(monkeypatch):
+    """Have host windows be late; `flush_s` of this object is the time that a flush of this rank takes."""
+    late_window = late(Window)
+    for module in (factory, mailbox):
+        monkeypatch.setattr(module, "Window", late_window)
+    monkeypatch.setattr(exchange, "_ExposedWindow", late(exchange._ExposedWindow))
+    return late_window
 
 
 @pytest.fixture(scope="session")

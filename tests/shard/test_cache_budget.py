@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, sgd, squares, vectors
-from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
+from ranks import Adversary, PoisonedPool, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack
 
-from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
@@ -76,29 +75,9 @@ def test_free_memory_is_shared_out() -> None:
     assert auto_cache_bytes(0, 4, needs, both) == CacheBytes(7, 8)
 
 
-class PoisoningPool(BufferPool):
-    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return super().acquire(numel, dtype).fill_(float("nan"))
-
-    def release(self, buffer: torch.Tensor) -> None:
-        with torch.inference_mode():  # it may have been taken there
-            buffer.fill_(float("nan"))
-        super().release(buffer)
-
-
-class PoisoningLatePool(PoisoningPool, LatePool):
-    pass
-
-
-class Poisoning(LateTransport):
-    """Fills released buffers of parameters with NaN, as `poisoned_gradients` does those of gradients."""
-
-    make_pool = PoisoningLatePool
-
-
 @pytest.fixture(autouse=True)
-def poisoned_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc_mpi.shard.gradients.BufferPool", PoisoningPool)
+def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoisonedPool, "poisons_all", True)
 
 
 #: Budgets of a rank: none, half of the layers, all, and ranks that differ.
@@ -134,13 +113,13 @@ def test_equal_to_plain_torch(
     plain: nn.Module, minibatches: list[list[Batch]], options: dict[str, Any], budgets: str
 ) -> None:
     """Over a transport in which a released unit is NaN, and so is a pushed sum."""
-    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": Poisoning, **options}
+    options = {"units": [Layer], "budgets": BUDGETS[budgets], **options}
     check_parity(copy.deepcopy(plain), minibatches, 3, **options)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize(
-    ("staying", "checkpointing"), [(0, False), (0, True), (1, False), (5, True), (10, False), (12, False)]
+    ("staying", "checkpointing", "prefetch"),
+    [(0, False, 0), (0, True, 1), (1, False, 1), (5, True, 0), (5, True, 1), (10, False, 1), (12, False, 0)],
 )
 def test_fetches_and_pushes_of_a_minibatch(staying: int, checkpointing: bool, prefetch: int) -> None:
     """Recomputing a layer and going back through it is one use."""
@@ -159,7 +138,7 @@ def test_fetches_and_pushes_of_a_minibatch(staying: int, checkpointing: bool, pr
             num_kept = min(staying, NUM_LAYERS) + (staying > NUM_LAYERS)
             assert pushed == (num_microbatches and num_kept + num_microbatches * (NUM_LAYERS + 1 - num_kept))
 
-    run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
+    run_ranks(2, work, transport=Adversary)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -195,7 +174,7 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
         in_use = ITEM_BYTES * (layouts[0].numel + max(2, 1 + prefetch) * numels[-1])
         needs = model.cache_needs.maximum
         assert model.usage.peak_parameter_bytes == shards
-        for order in itertools.islice(itertools.permutations(range(len(sizes))), 0, 720, 45):
+        for order in itertools.islice(itertools.permutations(range(len(sizes))), 0, 720, 90):
             with model.minibatch():
                 for part in (order, order[:3], order[::-1]):
                     squares(model, (INPUT, part)).backward()
@@ -209,7 +188,7 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
             granted = min(budgets.gradients, needs.gradients)
             assert model.usage.peak_gradient_bytes <= shards + max(2, 1 + prefetch) * ITEM_BYTES * numels[-1] + granted
 
-    run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
+    run_ranks(2, work, transport=Adversary)
 
 
 @pytest.mark.parametrize("staying", [NUM_LAYERS - 3, NUM_LAYERS + 1])
@@ -254,7 +233,7 @@ def test_bytes_by_node() -> None:
     run_ranks(4, work, transport=TwoNodes)
 
 
-@on_ranks(2, transport=Poisoning)
+@on_ranks(2, transport=Adversary)
 def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
@@ -299,7 +278,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-@on_ranks(2, transport=Poisoning)
+@on_ranks(2, transport=Adversary)
 def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
     train = Train(transport, module, CacheBytes(), prefetch=prefetch)
     train.step(1)

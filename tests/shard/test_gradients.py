@@ -1,6 +1,7 @@
+import numpy as np
 import pytest
 import torch
-from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
+from ranks import Adversary, RecordingTransport, on_ranks, run_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.traffic import TrafficCounter
@@ -46,9 +47,9 @@ def test_only_the_stretch_with_gradients_travels() -> None:
 
 
 @pytest.mark.parametrize(("prefetch", "num_buffers"), [(0, 2), (1, 2), (3, 4)])
-@on_ranks(1, transport=LateTransport)
+@on_ranks(1, transport=Adversary)
 def test_a_push_is_waited_for_before_its_memory_is_used_again(
-    transport: LateTransport, prefetch: int, num_buffers: int
+    transport: Adversary, prefetch: int, num_buffers: int
 ) -> None:
     """Also where the network reads the gradient late."""
     unit, pusher = make_unit(transport), make_pusher(transport, prefetch)
@@ -60,6 +61,7 @@ def test_a_push_is_waited_for_before_its_memory_is_used_again(
         assert done == max(0, i - num_buffers) or (prefetch and i - num_buffers <= done <= i)
     pusher.finish()
     assert len(transport.names("push")) == 5
+    transport.complete_gradients(np.zeros(1))
     assert transport.gradients.shard(0).sum() == 40 * 15
     assert pusher.buffers.peak_bytes == num_buffers * 40 * 8 and not pusher.buffers._in_use
     pusher.close()

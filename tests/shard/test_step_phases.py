@@ -3,7 +3,7 @@ import time
 
 import pytest
 import torch
-from ranks import LateTransport, RecordingTransport, run_ranks
+from ranks import Adversary, RecordingTransport, run_ranks
 from torch import nn
 from toy_models import INPUT, Layer, Stack
 
@@ -51,7 +51,7 @@ def test_waits_of_a_model_are_recorded_in_order_and_add_up(prefetch):
         assert model.usage.boundary_wait_s == sum(totals[point] for point in SYNC_POINTS)
         model.close()
 
-    run_ranks(2, work, transport=LateTransport)
+    run_ranks(2, work, transport=Adversary)
 
 
 # The activity that a rank publishes

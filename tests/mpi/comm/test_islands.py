@@ -40,10 +40,11 @@ def islands(world, request):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("zero_copy", ["auto", "off"], ids=["zero-copy", "copies"])
 def test_owners_get_the_sums_of_all_islands_and_all_islands_their_parameters(
-    world, islands, allocate, reduction, zero_copy
+    world, islands, allocate, late_windows, reduction, zero_copy
 ):
     """Some rounds, each with a rank that comes late, and parameters that depend on the sums."""
-    transport = window_transport(world, comm=CommConfig(zero_copy=zero_copy, **REDUCTIONS[reduction]), islands=islands)
+    comm = CommConfig(zero_copy=zero_copy, **REDUCTIONS[reduction])
+    transport = window_transport(world, comm=comm, islands=islands)
     allocate(transport, SIZES)
     owned = [layout_of(numel, world, islands).owned(world.rank) for numel in SIZES]
     for number in range(4):

@@ -1,10 +1,9 @@
 """Shards in windows over a device's memory, with a device and windows that are late: haste would be noticed."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
+from delays import late
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from units import assert_pushed, assert_sums, random_pushes
@@ -22,54 +21,7 @@ SIZES = [1, 7, 33, 1000, 30_001]
 LITTLE_ROOM = 4 * 4096
 
 
-class LateDeviceWindow(DeviceWindow):
-    """Moves nothing before it is flushed; until then what it will read must stay, and what it will fill is poisoned."""
-
-    def __init__(self, *arguments, **options):
-        self._late, self._lock = [], threading.RLock()
-        super().__init__(*arguments, **options)
-
-    def get_messages(self, buffer, parts, base=0):
-        for target, start, (numel, first) in parts:
-            itemsize = self.tensor.itemsize
-            part = buffer[first * itemsize : (first + numel) * itemsize]
-            bytes_of(part)[:] = 255
-            message = target, start, (numel, 0)
-            self._delay(lambda part=part, m=message: super(LateDeviceWindow, self).get_messages(part, [m], base), part)
-
-    def put_messages(self, values, parts):
-        parts = list(parts)
-        self._delay(lambda: super(LateDeviceWindow, self).put_messages(values, parts), values)
-
-    def accumulate_messages(self, values, parts, base=0):
-        self._delay(lambda: super(LateDeviceWindow, self).accumulate_messages(values, parts, base), values)
-
-    def flush(self, target=None):
-        self._do()
-        super().flush(target)
-
-    def flush_local(self):
-        self._do()
-        super().flush_local()
-
-    def free(self):
-        assert not self._late, "something was started and never flushed"
-        super().free()
-
-    def _delay(self, operation, memory):
-        with self._lock:
-            self._late.append((operation, memory, bytes_of(memory).copy()))
-
-    def _do(self):
-        with self._lock:
-            for operation, memory, before in self._late:
-                assert np.array_equal(bytes_of(memory), before), "touched while it was on its way"
-                operation()
-            self._late.clear()
-
-
-def bytes_of(view):
-    return np.frombuffer(view.cast("B"), dtype=np.uint8)
+LateDeviceWindow = late(DeviceWindow)
 
 
 @pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread", "mailbox mapped"])

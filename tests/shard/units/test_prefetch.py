@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from parity import squares
-from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
+from ranks import Adversary, RecordingTransport, on_ranks, run_ranks
 from test_unit import simple, states, value_of
 from toy_models import INPUT, Layer, Stack
 
@@ -83,9 +83,9 @@ def unshard(unsharded: UnshardedUnits, units: list[Unit], which: str) -> list[st
     [(1, ["ufsss", "uufss", "usufs", "ussuf", "ussuu"]), (2, ["uffss", "uuffs", "usuff", "usuuf", "usuuu"])],
 )
 @pytest.mark.parametrize("size", [1, 3])
-@on_ranks(transport=LateTransport)
+@on_ranks(transport=Adversary)
 def test_the_next_units_come_while_this_one_is_used(
-    transport: LateTransport, size: int, prefetch: int, expected: list[str]
+    transport: Adversary, size: int, prefetch: int, expected: list[str]
 ) -> None:
     units, unsharded = simple(transport, 4, prefetch)
     unshard(unsharded, units, "01234")
@@ -98,10 +98,10 @@ def test_the_next_units_come_while_this_one_is_used(
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10])
-@on_ranks(1, transport=LateTransport)
-def test_any_order_unshards_the_required_units(transport: LateTransport, prefetch: int) -> None:
+@on_ranks(1, transport=Adversary)
+def test_any_order_unshards_the_required_units(transport: Adversary, prefetch: int) -> None:
     """Guesses are mostly wrong; never more is held than was promised."""
-    transport.fetch_s = 0.0
+    transport.delay_s = 0.0
     units, unsharded = simple(transport, 6, prefetch)
     rng = random.Random(prefetch)
     for _ in range(10):
@@ -113,8 +113,8 @@ def test_any_order_unshards_the_required_units(transport: LateTransport, prefetc
     unsharded.close()
 
 
-@on_ranks(1, transport=LateTransport)
-def test_a_wrong_guess_is_dropped(transport: LateTransport) -> None:
+@on_ranks(1, transport=Adversary)
+def test_a_wrong_guess_is_dropped(transport: Adversary) -> None:
     units, unsharded = simple(transport, 4, 1)
     unshard(unsharded, units, "123")
     unsharded.reshard_all()
@@ -127,8 +127,8 @@ def test_a_wrong_guess_is_dropped(transport: LateTransport) -> None:
     unsharded.close()
 
 
-@on_ranks(1, transport=LateTransport)
-def test_a_unit_in_use_is_not_given_up_for_the_next(transport: LateTransport) -> None:
+@on_ranks(1, transport=Adversary)
+def test_a_unit_in_use_is_not_given_up_for_the_next(transport: Adversary) -> None:
     units, unsharded = simple(transport, 5, 1)
     unshard(unsharded, units, "12345")
     unsharded.reshard_all()
@@ -137,8 +137,8 @@ def test_a_unit_in_use_is_not_given_up_for_the_next(transport: LateTransport) ->
     unsharded.close()
 
 
-@on_ranks(1, transport=LateTransport)
-def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) -> None:
+@on_ranks(1, transport=Adversary)
+def test_nothing_comes_after_the_end_of_a_minibatch(transport: Adversary) -> None:
     units, unsharded = simple(transport, 4, 2)
     unshard(unsharded, units, "01234")
     unsharded.reshard_all()
@@ -186,7 +186,7 @@ def step(model: ShardedModel, num_microbatches: int = 2) -> None:
 def test_nothing_is_fetched_in_vain(checkpointing: bool) -> None:
     """In a model whose units are used in one order, prefetching fetches what is fetched without it."""
 
-    def work(prefetch: int, transport: LateTransport) -> list[str]:
+    def work(prefetch: int, transport: Adversary) -> list[str]:
         options = {"prefetch": prefetch, "activation_checkpointing": checkpointing}
         model = ShardedModel(Stack(6).double(), transport, units=[Layer], **options)
         step(model)
@@ -196,13 +196,13 @@ def test_nothing_is_fetched_in_vain(checkpointing: bool) -> None:
         model.close()
         return transport.names("fetch")
 
-    plain, one_ahead, two_ahead = (run_ranks(1, partial(work, n), transport=LateTransport)[0] for n in (0, 1, 2))
+    plain, one_ahead, two_ahead = (run_ranks(1, partial(work, n), transport=Adversary)[0] for n in (0, 1, 2))
     assert one_ahead == plain
     assert len(two_ahead) < len(plain), "there is room for one more unit to stay"
 
 
-@on_ranks(1, transport=LateTransport)
-def test_fetches_and_pushes_end_without_a_wait_for_them(transport: LateTransport) -> None:
+@on_ranks(1, transport=Adversary)
+def test_fetches_and_pushes_end_without_a_wait_for_them(transport: Adversary) -> None:
     """They overlap with the computation: the computing thread does nothing for them meanwhile."""
     model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=1)
     step(model)
@@ -227,24 +227,7 @@ def test_fetches_and_pushes_end_without_a_wait_for_them(transport: LateTransport
 # What goes wrong
 
 
-class Failing(LateTransport):
-    """Every operation of one kind on one array fails from some time on."""
-
-    fails = ("", "")
-
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        if self.fails == ("fetch", self.layouts[index].name):
-            self.buffers.on_the_way.remove(buffer.untyped_storage().data_ptr())
-            raise ConnectionError("the fetch went wrong")
-        return super().start_fetch(index, buffer)
-
-    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        if self.fails == ("push", self.layouts[index].name):
-            raise ConnectionError("the push went wrong")
-        return super().accumulate(index, gradient, start)
-
-
-def failing(transport: Failing) -> ShardedModel:
+def failing(transport: Adversary) -> ShardedModel:
     model = ShardedModel(Stack(5).double(), transport, units=[Layer], prefetch=1)
     step(model)
     return model
@@ -252,8 +235,8 @@ def failing(transport: Failing) -> ShardedModel:
 
 @pytest.mark.parametrize("operation", ["fetch", "push"])
 @pytest.mark.parametrize("which", [0, 2, 4])
-@on_ranks(1, transport=Failing)
-def test_an_error_in_a_thread_ends_the_minibatch(transport: Failing, operation: str, which: int) -> None:
+@on_ranks(1, transport=Adversary)
+def test_an_error_in_a_thread_ends_the_minibatch(transport: Adversary, operation: str, which: int) -> None:
     model = failing(transport)
     transport.fails = operation, f"layers.{which}"
     with pytest.raises(ConnectionError, match=f"the {operation} went wrong"):
@@ -261,8 +244,8 @@ def test_an_error_in_a_thread_ends_the_minibatch(transport: Failing, operation: 
     model.close()
 
 
-@on_ranks(1, transport=Failing)
-def test_a_wrong_guess_that_fails_raises_at_the_end_of_the_minibatch(transport: Failing) -> None:
+@on_ranks(1, transport=Adversary)
+def test_a_wrong_guess_that_fails_raises_at_the_end_of_the_minibatch(transport: Adversary) -> None:
     model = failing(transport)
     transport.fails = "fetch", "layers.1"
     with pytest.raises(ConnectionError, match="the fetch went wrong"), model.minibatch():
@@ -272,11 +255,11 @@ def test_a_wrong_guess_that_fails_raises_at_the_end_of_the_minibatch(transport: 
     model.close()
 
 
-@on_ranks(1, transport=LateTransport)
-def test_a_model_can_be_closed_while_a_fetch_is_on_its_way(transport: LateTransport) -> None:
+@on_ranks(1, transport=Adversary)
+def test_a_model_can_be_closed_while_a_fetch_is_on_its_way(transport: Adversary) -> None:
     model = ShardedModel(Stack(5).double(), transport, units=[Layer], prefetch=1)
     step(model)
-    transport.fetch_s = 0.1
+    transport.delay_s, transport.share_delayed = 0.1, 1.0
     with pytest.raises(ZeroDivisionError), model.minibatch():
         model.module.first(INPUT)
         model.module.layers[0](INPUT)
