@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from delays import Delays, Later
+from adversary import Delays, Later
 from ranks import run_threads
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 import torch
-from delays import POISON, Borrowed, is_poisoned, poison
+from adversary import POISON, Borrowed, is_poisoned, poison
 
 from odc_mpi.comm.kernels.native import add_segments_
 

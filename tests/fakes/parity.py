@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ranks import Adversary, RecordingTransport, run_ranks
+from adversary import Adversary
+from ranks import RecordingTransport, run_ranks
 from torch import nn, optim
 from toy_models import INPUT, Layer
 

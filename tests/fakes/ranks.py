@@ -1,22 +1,13 @@
-"""N ranks in the threads of one process, and transports between them that need no MPI.
-
-LocalTransport        does everything at once
-RecordingTransport    writes down what happens
-Adversary             is late, and notices haste
-"""
+"""N ranks in the threads of one process, and transports between them that need no MPI and write down what happens."""
 
 import functools
 import inspect
-import random
 import threading
 import time
-from functools import partial
 
 import numpy as np
 import torch
-from delays import Borrowed, Delays, is_poisoned, poison
 
-from odc_mpi.comm.buffers import _POOL_REFERENCES, BufferPool, _references, storage_address
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import ranges_by_owner
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage, Transport
@@ -198,118 +189,6 @@ class KeepingTransport(InPlaceTransport):
     """Fetches a window that autograd may save."""
 
     access = Access.KEEP
-
-
-class PoisonedPool(BufferPool):
-    """Lends poisoned buffers, takes none back that an operation still fills, and poisons those that nobody may read.
-
-    Autograd may read released ones to which it has references, unless `poisons_all`.
-    """
-
-    poisons_all = False
-
-    def __init__(self, *allocate):
-        super().__init__(*allocate)
-        self.on_the_way = set()
-
-    def acquire(self, numel, dtype):
-        return poison(super().acquire(numel, dtype))
-
-    def release(self, buffer):
-        assert storage_address(buffer) not in self.on_the_way, "given back while being filled"
-        if self.poisons_all or _references(buffer) <= _POOL_REFERENCES + 1:
-            poison(buffer)
-        super().release(buffer)
-
-
-class Adversary(RecordingTransport):
-    """Does everything as late as the interface allows, in any order, and notices what the interface forbids.
-
-    Fetches happen at the end of their wait. Pushes let go of their buffer there, and reach the sums of the owners when
-    they are flushed; an owner sees its sums after A, and before that poison.
-
-    Attributes:
-        fails: A kind of operation, "fetch" or "push", and an array: all of these fail from now on.
-        delay_s: The time that a share of the operations, `share_delayed`, takes, in seconds.
-        share_at_once: The share of the pushes that reach their owner, or make another one do so, before the flush.
-    """
-
-    fails = ("", "")
-    delay_s, share_delayed, share_at_once = 0.001, 0.25, 0.2
-
-    def reserve(self, plan):
-        self.parameters.buffers = PoisonedPool()
-        self.parameters.record_event = lambda buffer: self.buffers.on_the_way.add(storage_address(buffer))
-        self._between_a_and_b = True
-        self._pushes, self._rng = Delays(self.rank, share_at_once=self.share_at_once), random.Random(self.rank)
-        super().reserve(plan)
-
-    def open(self, close):
-        self._sums = {index: shard.clone() for index, shard in self.gradients._shards.items()}
-        super().open(close)
-
-    def sums(self, index):
-        return self._sums[index]
-
-    def start_fetch(self, index, buffer):
-        fill, address = super().start_fetch, storage_address(buffer)
-        assert address in self.buffers.on_the_way, "fetched into a buffer without record_event"
-
-        def arrive():
-            try:
-                self._begin("fetch", index)
-                assert is_poisoned(buffer), "written to while it was filled"
-                fill(index, buffer)
-            finally:
-                self.buffers.on_the_way.discard(address)
-
-        return Work(arrive)
-
-    def accumulate(self, index, gradient, start=0):
-        borrowed, dtype = Borrowed(gradient), gradient.dtype
-
-        def let_go():
-            self._begin("push", index)
-            self.log.append(("push", self.layouts[index].name))
-            values = torch.from_numpy(borrowed.unchanged()).view(dtype)
-            self._pushes.start(partial(LocalTransport.accumulate, self, index, values, start))
-
-        return Work(let_go)
-
-    def flush(self):
-        self._pushes.complete()
-
-    def gradients_complete(self, report):
-        assert not self.buffers.on_the_way, "fetching while gradients are completed"
-        assert not self._pushes.waiting, "came to A before its pushes were flushed"
-        self._between_a_and_b = True
-        return super().gradients_complete(report)
-
-    def complete(self):
-        assert self._between_a_and_b, "gradients were read before A"
-        for index, sums in self._sums.items():
-            self.gradients.shard(index).copy_(sums)
-            sums.zero_()
-
-    def parameters_published(self):
-        assert not self.buffers.on_the_way, "fetching while parameters are published"
-        shards = self.gradients._shards.values()
-        assert not (self._between_a_and_b and any(map(torch.any, shards))), "came to B before gradients were cleared"
-        super().parameters_published()
-        for shard in shards:
-            poison(shard)
-        self._between_a_and_b = False
-
-    def free(self, storages):
-        assert not self.buffers.on_the_way, "fetching from windows that are freed"
-        super().free(storages)
-
-    def _begin(self, operation, index):
-        if self._rng.random() < self.share_delayed:
-            time.sleep(self.delay_s)
-        if self.fails == (operation, self.layouts[index].name):
-            raise ConnectionError(f"the {operation} went wrong")
-        assert not self._between_a_and_b, f"a {operation} between A and B"
 
 
 def run_threads(size, work, barrier, timeout_s=TIMEOUT_S):

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from delays import late
+from adversary import late
 from grpo_job import write_files
 from mpi4py import MPI
 from pair_files import write_labeled, write_pairs

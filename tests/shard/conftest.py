@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import PoisonedPool
+from adversary import PoisonedPool
 
 #: Sizes with numbers of units ahead that `make test` tries: each number once, each size.
 QUICK = {(2, 0), (3, 1), (2, 2)}

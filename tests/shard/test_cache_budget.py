@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from adversary import Adversary, PoisonedPool
 from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, sgd, squares, vectors
-from ranks import Adversary, PoisonedPool, RecordingTransport, on_ranks, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack

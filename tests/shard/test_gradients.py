@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from ranks import Adversary, RecordingTransport, on_ranks, run_ranks
+from adversary import Adversary
+from ranks import RecordingTransport, on_ranks, run_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.traffic import TrafficCounter

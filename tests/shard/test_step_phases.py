@@ -3,7 +3,8 @@ import time
 
 import pytest
 import torch
-from ranks import Adversary, RecordingTransport, run_ranks
+from adversary import Adversary
+from ranks import RecordingTransport, run_ranks
 from torch import nn
 from toy_models import INPUT, Layer, Stack
 

@@ -4,8 +4,9 @@ import time
 
 import pytest
 import torch
+from adversary import Adversary
 from parity import check_parity, sgd, squares
-from ranks import Adversary, on_ranks
+from ranks import on_ranks
 from test_model_parity import Branches, calling
 from toy_models import INPUT, Layer, Stack
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from delays import late
+from adversary import late
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from units import assert_pushed, assert_sums, random_pushes

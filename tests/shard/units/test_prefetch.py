@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from adversary import Adversary
 from parity import squares
-from ranks import Adversary, RecordingTransport, on_ranks, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from test_unit import simple, states, value_of
 from toy_models import INPUT, Layer, Stack
 
