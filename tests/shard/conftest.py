@@ -14,7 +14,11 @@ def pytest_collection_modifyitems(items):
         given = item.callspec.params if hasattr(item, "callspec") else {}
         size = given.get("mode", given).get("size")
         is_quick = (size, given["prefetch"]) in QUICK if "prefetch" in given else size not in (1, 4)
-        if item.path.name == "test_model_parity.py" and not is_quick:
+        if {"staying", "checkpointing"} <= set(given):
+            is_quick = given["staying"] == 5 or given["checkpointing"] == bool(given["prefetch"])
+        elif item.path.name != "test_model_parity.py":
+            continue
+        if not is_quick:
             item.add_marker(pytest.mark.slow)
 
 
