@@ -1,4 +1,4 @@
-"""Real launches: a `Job` has its output in files, one deadline, and a mark by which all of its processes are found."""
+"""Real launches: a `Job` has its output in memory, deadlines, and a mark by which all of its processes are found."""
 
 import os
 import random
@@ -61,13 +61,13 @@ _started = []
 
 
 class Job:
-    """A command in a process group of its own. All waits together end `timeout_s` after the start."""
+    """A command in a process group of its own. A wait for it that takes `timeout_s` ends it, and fails."""
 
     def __init__(self, words, cwd=None, env=None, timeout_s=90, ended_by=signal.SIGTERM):
         number = f"{os.getpid()}-{time.monotonic_ns()}"
         self._mark = f"{MARK}={number}"
         self._streams = os.memfd_create("out"), os.memfd_create("err")
-        self.began, self.timeout_s, self._ended_by = time.monotonic(), timeout_s, ended_by
+        self._timeout_s, self._ended_by = timeout_s, ended_by
         self._process = subprocess.Popen(
             [str(word) for word in words],
             stdin=subprocess.DEVNULL,
@@ -117,11 +117,12 @@ class Job:
 
     def wait_until(self, is_so):
         """Wait for what comes before the end of the job."""
+        deadline = time.monotonic() + self._timeout_s
         while not is_so():
-            left_s = self.timeout_s - (time.monotonic() - self.began)
-            if self.poll() is not None or left_s < 0:
+            is_over = self.poll() is not None or time.monotonic() > deadline
+            if is_over and not is_so():
                 self.end()
-                raise AssertionError(f"ended too early, or late, after {self.timeout_s - left_s:.0f} s{self.text}")
+                raise AssertionError(f"it ended before, or did not come to this within {self._timeout_s} s{self.text}")
             time.sleep(0.01)
 
     def wait_for(self, words):
@@ -134,11 +135,11 @@ class Job:
 
     def finish(self, timeout_s=None):
         """Wait for the end, after which nothing may run on. Beyond the deadline all is killed, and the test fails."""
-        began = time.monotonic()
+        began, limit_s = time.monotonic(), timeout_s or self._timeout_s
         try:
-            self._process.wait(timeout_s or max(1.0, self.timeout_s - (began - self.began)))
+            self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"did not end within {timeout_s or self.timeout_s} s{self.text}") from None
+            raise AssertionError(f"did not end within {limit_s} s{self.text}") from None
         finally:
             seconds = time.monotonic() - began
             self.end()
