@@ -17,7 +17,7 @@ from odc_mpi.comm.device.device_stores import (
     SingleRankGradients,
     SingleRankParameters,
 )
-from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
+from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters, StagedWindowParameters
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.islands.exchange import IslandExchange
 from odc_mpi.comm.islands.islands import Islands
@@ -25,7 +25,7 @@ from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradie
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.reduce.slots import DeviceSlots, HostSlots, MappedDeviceSlots
 from odc_mpi.comm.settings import CommConfig
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import ParameterStore, Transport
 from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
@@ -107,11 +107,11 @@ def staged(inner: Transport, device: Device) -> Transport:
 
     `inner` must come from `window_transport` with `device=None`, and must not have been allocated yet.
     """
-    assert isinstance(inner.parameters, WindowParameters | NodeCache)
+    kind: Callable[..., ParameterStore] = StagedParameters if inner.node_cache else StagedWindowParameters
     pinned = PinnedMemory(inner.storages, device)
     return replace(
         inner,
-        parameters=StagedParameters(inner.parameters, device, pinned),
+        parameters=kind(inner.parameters, device, pinned),
         gradients=StagedGradients(inner.gradients, device, pinned),
         storages=(*inner.storages, pinned),
         device=device.torch_device,

@@ -26,7 +26,7 @@ class TrafficCounter:
 
     def add_fetch(self, index: int) -> None:
         """Count the bytes that a fetch of array `index` transfers from other ranks."""
-        if self._transport.parameters.access.transfers:
+        if self._transport.parameters.transfers:
             self._bytes[0] += self._bytes_of(index)
 
     def add_push(self, index: int, start: int, stop: int) -> None:

@@ -13,24 +13,24 @@ synchronization points:
 
 Within a minibatch, ranks communicate only through fetches and pushes. `comm.factory` builds these transports:
 
-    transport    shards are in             model is on   access         is_local   threads
-    window       windows on the host       host          any            one rank   yes
-    staged       windows on the host       device        COPY           no         yes
-    device       windows on the device     device        COPY           no         yes
-    single_rank  memory of the device      device        KEEP           yes        no
+    transport    shards are in             model is on   a fetch returns          is_local   threads
+    window       windows on the host       host          see below                one rank   yes
+    staged       windows on the host       device        a copy in a buffer       no         yes
+    device       windows on the device     device        a copy in a buffer       no         yes
+    single_rank  memory of the device      device        a view of the shard      yes        no
 
-With zero-copy on one node, the `window` transport has VIEW access, or KEEP access if torch supports it. With a node
-cache (`comm.windows.node_cache`), it has NODE access, and otherwise COPY access. Threads require MPI_THREAD_MULTIPLE.
-With islands (`comm.islands`), ranks fetch from and push to their own island only, and an `IslandExchange` connects the
-islands.
+With zero-copy on one node, a fetch from the `window` transport returns a view of the node's windows. With a node cache
+(`comm.windows.node_cache`), it returns a view of memory that the node's ranks share, into which the first of them that
+needs an array copies it. Otherwise, it returns a copy in a buffer. Threads require MPI_THREAD_MULTIPLE. With islands
+(`comm.islands`), ranks fetch from and push to their own island only, and an `IslandExchange` connects the islands.
 
 A `ShardStorage` owns the memory of the shards. One class is often both a store and a storage.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,20 +52,6 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
-class Access(Enum):
-    """Kinds of memory in which a fetch returns an array. The value of each member describes it."""
-
-    COPY = "copies into a buffer, which is reused after the release"
-    VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
-    KEEP = "a view that is valid until parameters are published, of memory for this array only, so autograd may save it"
-    NODE = "like KEEP, but of memory that the ranks on a node share; the first of them to need the array fetches it"
-
-    @property
-    def transfers(self) -> bool:
-        """True if a fetch may transfer data. If False, a fetch merely returns a view."""
-        return self in (Access.COPY, Access.NODE)
-
-
 class ParameterStore(ABC):
     """Store that holds this rank's parameter shards and fetches full arrays from the shards of all ranks.
 
@@ -74,8 +60,11 @@ class ParameterStore(ABC):
         buffers: Buffer pool for fetched arrays. The default is a pool in host memory.
     """
 
-    #: Kind of memory in which a fetch returns an array.
-    access: Access = Access.COPY
+    #: True if a fetch may transfer data, False if it only returns a view of the owners' memory. Valid after allocation.
+    transfers: bool = True
+    #: True if a fetched array stays valid until the parameters are published, in memory that is never used for another
+    #: array, so that autograd may save it. Valid after allocation.
+    stays_valid: bool = False
 
     def __init__(self, dtype: torch.dtype, buffers: BufferPool | None = None) -> None:
         self.dtype = dtype
@@ -91,6 +80,11 @@ class ParameterStore(ABC):
         return self.layouts[index].dtype or self.dtype
 
     @property
+    def uses_buffers(self) -> bool:
+        """True if a fetched array occupies a buffer of this rank, which is reused after the release."""
+        return self.transfers and not self.stays_valid
+
+    @property
     def enqueues_only(self) -> bool:
         """True if `start_fetch` only enqueues device copies and thus needs no thread. Valid after allocation."""
         return False
@@ -102,14 +96,13 @@ class ParameterStore(ABC):
         The tensor is not a copy: other ranks read from the same memory.
         """
 
+    @abstractmethod
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
+        """Start fetching the full array `index` into `buffer`, which `acquire_buffer` has returned. One-sided.
 
-        Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
-        the returned handle's `wait` has returned. On a GPU, copies that are still in flight at that point are complete
-        after `Transport.complete_gradients`.
+        Do not access `buffer` until the returned handle's `wait` has returned. On a GPU, copies that are still in
+        flight at that point are complete after `Transport.complete_gradients`.
         """
-        raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
         """On a GPU, record an event on the current stream. The next `start_fetch` into `buffer` waits for it.
@@ -118,7 +111,10 @@ class ParameterStore(ABC):
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch`, with its event recorded. Call this method on the computing thread."""
+        """Return memory for `start_fetch`, `[numel]` of `dtype_of(index)`. Call this method on the computing thread.
+
+        This is a buffer with its event recorded, or a view that will contain the array if `uses_buffers` is False.
+        """
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
@@ -267,6 +263,29 @@ class Transport:
         self.group.open(close or self.close)
         self._sync()
         self._is_open = True
+
+    @property
+    def node_cache_bytes(self) -> int:
+        """Size in bytes of this rank's share of the memory in which its node caches fetched arrays; 0 without it."""
+        return self.node_cache.rank_bytes if self.node_cache else 0
+
+    @property
+    def island_wait_s(self) -> float:
+        """Total time that this rank has waited for other islands at synchronization points, in seconds."""
+        return self.exchange.wait_s if self.exchange else 0.0
+
+    @property
+    def bytes_between_islands(self) -> int:
+        """Bytes of gradients sent to, and parameters received from, other islands per minibatch; 0 without islands."""
+        return sum(map(Counter.total, self.exchange.bytes_per_minibatch())) if self.exchange else 0
+
+    @property
+    def finish_arrays(self) -> "Callable[[Iterable[int]], Work] | None":
+        """Function by which a rank announces that it will push no more gradients of arrays in this minibatch.
+
+        See `IslandExchange.finish`. None without islands, where nothing depends on it.
+        """
+        return self.exchange.finish if self.exchange else None
 
     def parameter_shard(self, index: int) -> torch.Tensor:
         """Return the parameters of array `index` that this rank updates, `[shard_numel]`, without copying them."""

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from odc_mpi.comm.settings import CommConfig
-from odc_mpi.comm.transport import Access, Transport
+from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.shard.units.unit import Unit
 
@@ -75,7 +75,7 @@ class CacheNeeds:
         """Compute the cache needs of a model that consists of `units` (groups of parameters) and uses `transport`."""
         parameters, gradients = transport.parameters, transport.gradients
         unit_bytes, array_bytes = [], []
-        if parameters.access is Access.COPY:
+        if parameters.uses_buffers:
             arrays = [zip(unit.indices, unit.layouts, strict=True) for unit in units if not unit.is_root]
             unit_bytes = [sum(layout.numel * parameters.dtype_of(i).itemsize for i, layout in each) for each in arrays]
         if not gradients.is_local:

@@ -63,8 +63,8 @@ class GradientPusher:
 
     def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter) -> None:
         self.cache = CacheBudget()
-        self._store, self._exchange = transport.gradients, transport.exchange
-        # Arrays that this rank has finished (`IslandExchange.finish`), and the handles for these calls.
+        self._store, self._finish_arrays = transport.gradients, transport.finish_arrays
+        # Arrays that this rank has finished (`Transport.finish_arrays`), and the handles for these calls.
         self._finished: set[int] = set()
         self._finishing: list[Work] = []
         layouts, dtype = transport.parameters.layouts, self._store.dtype
@@ -104,7 +104,7 @@ class GradientPusher:
 
         Each gradient has the shape of its parameter, or is None if the parameter was not used. `is_last_forward` is
         True if no other forward pass of the unit is still awaiting its backward pass. Raises RuntimeError outside a
-        minibatch, or if this rank has already finished one of the unit's arrays (`IslandExchange.finish`).
+        minibatch, or if this rank has already finished one of the unit's arrays (`Transport.finish_arrays`).
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
@@ -132,10 +132,10 @@ class GradientPusher:
             accumulated.start, accumulated.stop = min(accumulated.start, start), max(accumulated.stop, stop)
             if self.is_last_backward:
                 self._push_accumulated(index)
-        if is_last_forward and self.is_last_backward and self._exchange and self._thread:
+        if is_last_forward and self.is_last_backward and self._finish_arrays and self._thread:
             complete = [index for index in unit.indices if index not in self._accumulated]
             self._finished.update(complete)
-            self._finishing.append(self._thread.start(self._exchange.finish, complete))
+            self._finishing.append(self._thread.start(self._finish_arrays, complete))
 
     def finish(self) -> None:
         """Push the local sums, wait until the buffers of all pushes may be reused, and end the minibatch. One-sided."""

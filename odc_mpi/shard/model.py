@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odc_mpi.comm.layout import Slice
 from odc_mpi.comm.traffic import TrafficCounter
-from odc_mpi.comm.transport import Access, Transport
+from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradients import GradientPusher
@@ -254,8 +254,7 @@ class ShardedModel:
         Raises:
             UserError: The parameter cache is too small to hold all units except the root.
         """
-        if self._transport.parameters.access is Access.COPY:
-            self.cache_needs.require_full_model(self.cache_bytes)
+        self.cache_needs.require_full_model(self.cache_bytes)
         self._unsharded.unshard_all()
         if gradients:
             yield

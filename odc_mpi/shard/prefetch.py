@@ -6,7 +6,7 @@
 
 The fetch and push threads run only transport operations. No other thread accesses the buffers of an operation before
 waiting for it. These threads are used only if several threads may call the transport (`Transport.thread_safe`), and
-units are prefetched only if fetches are one-sided and transfer data (`ParameterStore.access`).
+units are prefetched only if fetches are one-sided and transfer data (`ParameterStore.transfers`).
 """
 
 from collections.abc import Callable

@@ -20,7 +20,6 @@ Sharding spans count only toward the total times:
     windows, weights       allocating the windows, and loading the parameters
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -99,7 +98,7 @@ class Usage:
     @property
     def island_wait_s(self) -> float:
         """The part of `boundary_wait_s` spent waiting in `comm.islands`, in seconds; 0 without islands."""
-        return self._transport.exchange.wait_s if self._transport.exchange else 0.0
+        return self._transport.island_wait_s
 
     @property
     def peak_parameter_bytes(self) -> int:
@@ -110,7 +109,7 @@ class Usage:
     @property
     def node_cache_bytes(self) -> int:
         """Size in bytes of this rank's share of the memory in which its node caches fetched units."""
-        return self._transport.node_cache.rank_bytes if self._transport.node_cache else 0
+        return self._transport.node_cache_bytes
 
     @property
     def peak_gradient_bytes(self) -> int:
@@ -125,8 +124,7 @@ class Usage:
     @property
     def bytes_between_islands(self) -> int:
         """Bytes of gradients sent to, and parameters received from, other islands per minibatch; 0 without islands."""
-        exchange = self._transport.exchange
-        return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
+        return self._transport.bytes_between_islands
 
 
 class StepPhase(Enum):

@@ -30,10 +30,10 @@ from typing_extensions import override
 from odc_mpi.comm.buffers import BufferPool, storage_address
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
+from odc_mpi.comm.transport import GradientStore, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Window
-from odc_mpi.comm.work import FetchWork, Work
+from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
 
@@ -151,7 +151,7 @@ class _DeviceShards(ShardStorage):
 class SingleRankParameters(_DeviceShards, ParameterStore):
     """Single-rank parameter store that keeps full arrays in device memory."""
 
-    access = Access.KEEP
+    transfers, stays_valid = False, True
 
     @override
     def allocate(self) -> None:
@@ -159,8 +159,12 @@ class SingleRankParameters(_DeviceShards, ParameterStore):
         self._shards = dict(enumerate(shards))
 
     @override
-    def fetch(self, index: int) -> FetchWork:
-        return FetchWork(self._shards[index][: self.layouts[index].numel], Work())
+    def acquire_buffer(self, index: int) -> torch.Tensor:
+        return self._shards[index][: self.layouts[index].numel]
+
+    @override
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        return Work()
 
     @override
     def release(self, fetched: torch.Tensor) -> None:

@@ -27,8 +27,7 @@ from odc_mpi.comm.buffers import BufferPool, copy_host, storage_address
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage
-from odc_mpi.comm.windows.node_cache import NodeCache
+from odc_mpi.comm.transport import GradientStore, ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.work import FetchWork, Work
 
@@ -87,17 +86,12 @@ class PinnedMemory(ShardStorage):
 class StagedParameters(ParameterStore):
     """Parameter store that copies arrays to a device from the store `inner`, which is in host memory."""
 
-    def __init__(self, inner: WindowParameters | NodeCache, device: Device, pinned: PinnedMemory) -> None:
+    def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner.dtype, BufferPool(device.empty))
         self._inner = inner
         self._device = device
         self._pinned = pinned
         self._events: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
-
-    @override
-    @property
-    def enqueues_only(self) -> bool:
-        return not self._inner.access.transfers and all(map(self._pinned.is_pinned, self._inner.mapped_memory()))
 
     @override
     @property
@@ -115,25 +109,58 @@ class StagedParameters(ParameterStore):
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         wait_for = self._events.pop(storage_address(buffer))
-        if isinstance(self._inner, WindowParameters) and self._inner.access is Access.COPY:
-            return self._start_gets(self._inner, index, buffer, wait_for)
-        if self.enqueues_only:
-            copied = self._copy_view(self._inner.fetch(index), buffer, wait_for)
-            return Work(lambda: copied)
-        return Work(partial(self._copy_view, self._inner.fetch(index), buffer, wait_for))
+        return Work(partial(self._copy_array, self._inner.fetch(index), buffer, wait_for))
 
-    def _start_gets(
-        self, inner: WindowParameters, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event
-    ) -> Work:
+    def _copy_array(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
+        array = fetch.wait()
+        copied = self._copy(buffer, array, wait_for)
+        self._inner.release(array)
+        return copied
+
+    def _copy(self, target: torch.Tensor, view: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
+        if self._pinned.is_pinned(view):
+            return self._device.copy(target, view, wait_for)
+        pinned = self._pinned.pool.acquire(view.numel(), view.dtype)
+        copy_host(pinned, view)
+        copied = self._device.copy(target, pinned, wait_for)
+        self._pinned.release_after(copied, pinned)
+        return copied
+
+
+class StagedWindowParameters(StagedParameters):
+    """Staged store whose inner store is in windows, of which each mapped shard is copied to the device by itself."""
+
+    def __init__(self, inner: WindowParameters, device: Device, pinned: PinnedMemory) -> None:
+        super().__init__(inner, device, pinned)
+        self._windows = inner
+
+    @override
+    @property
+    def enqueues_only(self) -> bool:
+        return not self._windows.transfers and all(map(self._pinned.is_pinned, self._windows.mapped_memory()))
+
+    @override
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        if self._windows.transfers:
+            return self._start_gets(index, buffer, self._events.pop(storage_address(buffer)))
+        copy = super().start_fetch(index, buffer)
+        if not self.enqueues_only:
+            return copy
+        copied = copy.complete()
+        return Work(lambda: copied)
+
+    def _start_gets(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> Work:
         """Start fetching unmapped shards into pinned memory, and copying mapped shards to the device."""
-        inner.world.progress.run_tasks()
-        plan, data, copied = inner.fetch_plan(index), buffer.view(torch.uint8), None
+        windows, data, copied = self._windows, buffer.view(torch.uint8), None
+        windows.world.progress.run_tasks()
+        plan = windows.fetch_plan(index)
         for owner, start, stop in plan.mapped:
-            copied = self._copy(data[start:stop], inner.mapped_bytes(index, owner)[: stop - start], wait_for)
+            copied = self._copy(data[start:stop], windows.mapped_bytes(index, owner)[: stop - start], wait_for)
         if not plan.gets:
             return Work(lambda: copied)
         pinned = self._pinned.pool.acquire(data.numel(), torch.uint8)
-        return Work(partial(self._copy_fetched, plan.unmapped, inner.start_gets(index, pinned), pinned, data, wait_for))
+        gets = windows.start_gets(index, pinned)
+        return Work(partial(self._copy_fetched, plan.unmapped, gets, pinned, data, wait_for))
 
     def _copy_fetched(
         self,
@@ -148,21 +175,6 @@ class StagedParameters(ParameterStore):
         copied = [self._device.copy(data[start:stop], pinned[start:stop], wait_for) for start, stop in ranges]
         self._pinned.release_after(copied[-1], pinned)
         return copied[-1]
-
-    def _copy_view(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
-        array = fetch.wait()
-        copied = self._copy(buffer, array, wait_for)
-        self._inner.release(array)
-        return copied
-
-    def _copy(self, target: torch.Tensor, view: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
-        if self._pinned.is_pinned(view):
-            return self._device.copy(target, view, wait_for)
-        pinned = self._pinned.pool.acquire(view.numel(), view.dtype)
-        copy_host(pinned, view)
-        copied = self._device.copy(target, pinned, wait_for)
-        self._pinned.release_after(copied, pinned)
-        return copied
 
 
 class StagedGradients(DeviceGradients):

@@ -25,7 +25,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
+from odc_mpi.comm.transport import ParameterStore, ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import SharedWindow, align_up
 from odc_mpi.comm.work import Work
@@ -41,7 +41,7 @@ class NodeCache(ShardStorage, ParameterStore):
     A fetch returns a view of this memory. `inner` must be one of the transport's storages.
     """
 
-    access = Access.NODE
+    stays_valid = True
     #: Size in bytes of this rank's share of the cache. Set by `plan`.
     rank_bytes = 0
 

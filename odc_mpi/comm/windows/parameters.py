@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import copy_host
 from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
-from odc_mpi.comm.transport import Access, ParameterStore, ShardStorage
+from odc_mpi.comm.transport import ParameterStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
     CAN_DETACH_STORAGE,
     Message,
@@ -27,7 +27,7 @@ from odc_mpi.comm.windows.rma import (
     deferred_flush,
     messages,
 )
-from odc_mpi.comm.work import FetchWork, Work
+from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
 
@@ -77,7 +77,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         arrays = [(start, self.dtype_of(i), self.layouts[i].shard_numel) for i, start in enumerate(self._starts)]
         if isinstance(self._window, SharedWindow) and self.world.num_nodes == 1:
             # In the node's memory, the shards of an array are contiguous.
-            self.access = Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
+            self.transfers, self.stays_valid = False, CAN_DETACH_STORAGE
             rank, size, view = self.world.rank, self.world.size, self._window.node_view
             self._arrays = [view(size * start, dtype, size * numel) for start, dtype, numel in arrays]
             self._shards = [
@@ -128,21 +128,19 @@ class WindowParameters(ShardStorage, ParameterStore):
         return self._shards[index]
 
     @override
-    def fetch(self, index: int) -> FetchWork:
-        if self.access is Access.COPY:
-            return super().fetch(index)
-        self.world.progress.run_tasks()
-        return FetchWork(self._arrays[index][: self.layouts[index].numel], Work())
+    def acquire_buffer(self, index: int) -> torch.Tensor:
+        return super().acquire_buffer(index) if self.transfers else self._arrays[index][: self.layouts[index].numel]
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
-        if self.access is Access.COPY:
+        if self.transfers:
             super().release(fetched)
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        assert self.access is Access.COPY
         self.world.progress.run_tasks()
+        if not self.transfers:
+            return Work()
         work = self.start_gets(index, buffer)
         # While the Gets are in flight, copy the mapped shards.
         data = buffer.view(torch.uint8)

@@ -23,7 +23,6 @@ from enum import Enum
 import torch
 
 from odc_mpi.comm.layout import FlatLayout, ParameterRange
-from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.comm.work import FetchWork
 
 
@@ -81,15 +80,15 @@ class Unit:
         self.arrays = [fetch.wait() for fetch in fetches]
         self.state = UnitState.UNSHARDED
 
-    def reshard(self, transport: Transport) -> None:
-        """Release the full parameters of an unsharded unit."""
+    def reshard(self, release: Callable[[torch.Tensor], None], *, in_buffers: bool) -> None:
+        """Pass the full arrays of an unsharded unit to `release`. `in_buffers` is True if they are in buffers."""
         assert self.state is UnitState.UNSHARDED
         arrays, self.arrays = self.arrays, []
-        if transport.parameters.access is Access.COPY:
+        if in_buffers:
             self._aliases = {}  # they keep the buffer alive, whereas a view has the same address after the next fetch
         self.state = UnitState.SHARDED
         for array in arrays:
-            transport.parameters.release(array)
+            release(array)
 
     def invalidate(self) -> None:
         """Make autograd reject later uses of this unit's saved parameters, because their values will change."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from odc_mpi.comm.traffic import TrafficCounter
-from odc_mpi.comm.transport import Access, Transport
+from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import FetchWork
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
@@ -53,7 +53,7 @@ class UnshardedUnits:
         self._transport, self._spans, self._traffic = transport, spans, traffic
         parameters = transport.parameters
         can_prefetch = parameters.enqueues_only or transport.thread_safe
-        self._prefetch = prefetch if can_prefetch and parameters.access.transfers else 0
+        self._prefetch = prefetch if can_prefetch and parameters.transfers else 0
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch)
         needs_thread = self._prefetch and not parameters.enqueues_only
         self._thread = CommunicationThread("odc_mpi-fetch") if needs_thread else None
@@ -72,7 +72,7 @@ class UnshardedUnits:
         """True if unsharded tensors stay valid until the minibatch ends."""
         parameters = self._transport.parameters
         # If all units are unsharded, no fetches follow, so no unit is resharded to make room.
-        return parameters.access in (Access.KEEP, Access.NODE) or len(self._by_pointer) == len(parameters.layouts)
+        return parameters.stays_valid or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
         """Make a unit's full parameters available and start prefetching the units expected next. One-sided."""
@@ -114,7 +114,7 @@ class UnshardedUnits:
         All units but the root must fit into the cache. No effect if fetches return views of the owners' memory.
         """
         missing = [unit for unit in self.units if not (unit.is_root or unit in self.cache)]
-        if missing and self._transport.parameters.access.transfers:
+        if missing and self._transport.parameters.transfers:
             # Cleared, so that no unit gets an overly large buffer, which would take up more of the budget.
             self.clear()
             for unit in self.units:
@@ -168,18 +168,18 @@ class UnshardedUnits:
     def _complete(self, unit: Unit) -> None:
         """Complete the fetch of a unit, after starting it if the unit is sharded."""
         self._held.pop(unit, None)  # until the fetch is complete, since it may fail
-        access = self._transport.parameters.access
-        if access.transfers:
+        parameters = self._transport.parameters
+        if parameters.transfers:
             self.activity.update("fetching", unit.name)
         with self._spans.span("fetch"):
             if unit.state is UnitState.SHARDED:
-                self._start(unit, self._transport.parameters.fetch)
+                self._start(unit, parameters.fetch)
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
             # Resharding a view would free no memory. A buffer may be larger than its array.
             num_bytes = sum(array.untyped_storage().nbytes() for array in unit.arrays)
-            self.cache.admit(unit, num_bytes if access is Access.COPY else 0)
+            self.cache.admit(unit, num_bytes if parameters.uses_buffers else 0)
         self._by_pointer |= {array.untyped_storage().data_ptr(): (unit, i) for i, array in enumerate(unit.arrays)}
 
     def _start(self, unit: Unit, fetch: Callable[[int], FetchWork]) -> None:
@@ -228,4 +228,5 @@ class UnshardedUnits:
             del self._by_pointer[array.untyped_storage().data_ptr()]
         del self._held[unit]
         self.cache.discard(unit)
-        unit.reshard(self._transport)
+        parameters = self._transport.parameters
+        unit.reshard(parameters.release, in_buffers=parameters.uses_buffers)
