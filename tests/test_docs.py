@@ -91,6 +91,12 @@ def test_every_page_and_variable_is_listed():
     assert [name for name in sorted(set(re.findall(r"ODC_MPI_[A-Z_]+", package))) if name not in environment] == []
 
 
+def test_the_picture_of_imports_is_up_to_date():
+    """If not: python docs/draw_imports.py > docs/imports.svg."""
+    drawing = runpy.run_path(str(ROOT / "docs" / "draw_imports.py"))
+    assert drawing["draw"](drawing["read_imports"]()) == (ROOT / "docs" / "imports.svg").read_text()
+
+
 def test_pages_are_short():
     """README is read in two minutes; the manual stays below 2,000 lines, without the pages that are generated."""
     lengths = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
