@@ -92,7 +92,7 @@ PRIVATE = {
     "rename_source_key": {"models.weights.conversion"},
     "revert_weight_conversion": {"models.weights.conversion"},
     "_keys_to_ignore_on_save": {"models.weights.conversion"},
-    "past_key_values": {"models.decoding"},
+    "past_key_values": {"models.quirks.caches"},
     "_check_received_keys": {"models.configuration"},
     "_disable_adapters": {"training.reference_policy"},
 }

@@ -18,6 +18,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from odc_mpi.models.packed import per_sequence, varlen
+from odc_mpi.models.quirks.temperatures import restart_temperatures
 
 #: Names under which packed attention is registered with transformers, keyed by `attn_implementation`. "sdpa" calls
 #: `scaled_dot_product_attention`; "eager" computes the scores explicitly. Soft caps always use eager attention.
@@ -125,7 +126,7 @@ def packed_attention(
     lengths = cu_seq_lens_q.diff().tolist()
     num_keys = lengths if cu_seq_lens_k is None else cu_seq_lens_k.diff().tolist()
     prompts = [keys - length for keys, length in zip(num_keys, lengths, strict=True)]
-    query = _restart_temperatures(module, query, lengths, prompts)
+    query = restart_temperatures(module, query, lengths, prompts)
     is_plain = not eager and dropout == 0 and chunk_size is None and s_aux is None
     if is_plain and varlen.is_faster(lengths) and varlen.is_supported(query, key, value):
         return varlen.attend(query, key, value, lengths, prompts, scaling, window), None
@@ -145,25 +146,6 @@ def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     bounds = torch.tensor([*starts, len(positions)], dtype=torch.int32)
     shared_prompts = torch.tensor([0, *(positions[i] for i in starts)], dtype=torch.int32)
     return bounds, bounds + shared_prompts.cumsum(0)
-
-
-def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Rescale the queries of Llama 4 layers without rotary embeddings according to token positions in the sequences.
-
-    The model scales by positions in the packed row. All factors are 1 if the row has fewer than `floor_scale` tokens.
-    """
-    num_tokens = query.shape[2]
-    if len(lengths) == 1 or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-        return query
-    if num_tokens < module.floor_scale:
-        return query
-    in_row = torch.arange(num_tokens, device=query.device)
-    in_sequence = torch.cat([in_row[n : n + length] for n, length in zip(prompts, lengths, strict=True)])
-    applied, correct = (
-        torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-        for positions in (in_row, in_sequence)
-    )
-    return (query * (correct / applied)[:, None]).to(query.dtype)
 
 
 def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool]) -> None:

@@ -26,7 +26,7 @@ from odc_mpi.models.adapters.check import HashedWeights
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
 from odc_mpi.models.families import Packing, build_for_training
 from odc_mpi.models.heads import CAUSAL_LM, Task
-from odc_mpi.models.weights.composite import find_composite, text_model_type
+from odc_mpi.models.quirks.composite import find_composite, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource

@@ -1,10 +1,12 @@
 """Prediction tasks for models, the next token or a reward, and the scores of reward models.
 
 A reward model is a transformers sequence classifier, which is a causal model with a linear layer `score` in place of
-the language model head. Its output for a sequence is the score of the last token that is not padding.
+the language model head. Its output for a sequence is the score of the last token that is not padding. Heads are
+replaced (`replaced_forwards`) to compute outputs only where they are needed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,6 @@ import transformers
 from torch import nn
 
 from odc_mpi.errors import UserError
-from odc_mpi.models.token_logps import replaced_forwards
 
 #: Entry that odc_mpi sets to True in a reward model's config.json. It means that, in training, chats end with the
 #: end-of-turn token, without the whitespace that templates append.
@@ -90,3 +91,19 @@ def reward_scores(module: Any, inputs: Mapping[str, Any], positions: torch.Tenso
         module(**inputs)
     (result,) = scores
     return result
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager that replaces the `forward` methods of modules. `forwards` maps each module to its new method."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, previous in before.items():
+            if previous is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = previous

@@ -4,91 +4,20 @@ Logits are computed only at the given positions, in blocks, and only one block i
 describes the exceptions. To obtain logits, a model may apply a function to the output of its head (`LogitTransform`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import atanh
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from odc_mpi.models.heads import replaced_forwards
+from odc_mpi.models.quirks.logit_transform import LogitTransform
+from odc_mpi.models.quirks.router_loss import scaled_router_loss
 
 #: Maximum number of logits per block, keyed by device type: 64 and 512 MiB in float32. For each block, the head is read
 #: and its gradient is updated. On a GPU, this takes longer than small matrix products (benchmarks/notes/gpu.md).
 MAX_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-#: Attributes of models with the coefficient of the auxiliary router loss. The last is that of JetMoE.
-_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-#: Head outputs for which a model computes logits so that its transform can be identified.
-_PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """Multiplies head outputs by `scale`, soft-caps them unless `soft_cap` is None, and divides by `temperature`."""
-
-    scale: float = 1.0
-    soft_cap: float | None = None
-    temperature: float = 1.0
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Convert the head's outputs `logits` to logits. They are float64 if the outputs are, otherwise float32."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.soft_cap is None:
-            factor = self.scale / self.temperature
-            return logits if factor == 1.0 else logits * factor
-        return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
-
-    def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
-        """Convert, in place, the gradient of the transform's output to that of its input, and return it.
-
-        `transformed` is the output of the transform. It may be None if there is no soft cap.
-        """
-        if self.soft_cap is not None:
-            assert transformed is not None
-            gradient *= 1.0 - (transformed * (self.temperature / self.soft_cap)) ** 2
-        factor = self.scale / self.temperature
-        return gradient if factor == 1.0 else gradient.mul_(factor)
-
-    @classmethod
-    def from_model(cls, module: Any) -> "LogitTransform | None":
-        """Return the transform of a transformers model, or None if the model computes its logits in another way.
-
-        Identifies the transform by a forward pass that uses stubs for the decoder and head, and reads no parameters.
-        """
-        head = module.get_output_embeddings()
-        probes = torch.tensor(_PROBES)[None, None]
-        hidden = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 1, 1))
-        decoders = {module.base_model, module.get_decoder()} - {module, None}
-        forwards = {head: lambda *_, **__: probes} | {each: lambda *_, **__: hidden for each in decoders}
-        try:
-            with torch.no_grad(), replaced_forwards(forwards):
-                logits = module(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
-            values = dict(zip(_PROBES, logits.double().flatten().tolist(), strict=True))
-        except Exception:  # such a forward raises exceptions of many kinds
-            return None
-        candidates, cap = [cls(values[1.0])], values[1e6]  # tanh is 1 there
-        if abs(values[1.0]) < cap:
-            scale = cap * atanh(values[1.0] / cap)
-            candidates.append(cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap))
-        same = (each for each in candidates if torch.allclose(each(probes), logits.float(), rtol=1e-5, atol=0))
-        return next((transform for transform in same if transform.scale > 0), None)
-
-
-@contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces the `forward` methods of modules. `forwards` maps each module to its new method."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, previous in before.items():
-            if previous is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = previous
 
 
 class TokenScores(NamedTuple):
@@ -150,11 +79,7 @@ class TokenLogps:
             with replaced_forwards({self._head: head}):
                 output = self._module(**inputs)
             (scores,) = calls
-        router_loss = getattr(output, "aux_loss", None)
-        if router_loss is None:
-            return scores
-        coefficient = next(getattr(self._module, name) for name in _ROUTER_COEFFICIENTS if hasattr(self._module, name))
-        return scores._replace(router_loss=router_loss * float(coefficient))
+        return scores._replace(router_loss=scaled_router_loss(self._module, output))
 
 
 class ChunkedLogps(torch.autograd.Function):

@@ -25,7 +25,8 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from odc_mpi.models.decoding import Prompt, decodes_batches, generation_mode
+from odc_mpi.models.decoding import Prompt, generation_mode
+from odc_mpi.models.quirks.caches import decodes_batches
 
 #: Maximum number of elements in the float64 distributions that are in memory during sampling.
 _MAX_ELEMENTS = 1 << 24

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from odc_mpi.data.groups import as_padded_rows, group_microbatches, pack_groups
 from odc_mpi.models import attention, token_logps
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.models.token_logps import ChunkedLogps, LogitTransform, TokenLogps
+from odc_mpi.models.quirks.logit_transform import LogitTransform
+from odc_mpi.models.token_logps import ChunkedLogps, TokenLogps
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 
 TRANSFORMS = {

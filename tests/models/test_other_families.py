@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.weights.composite import find_composite
+from odc_mpi.models.quirks.composite import find_composite
 
 pytestmark = pytest.mark.slow
 

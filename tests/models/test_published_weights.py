@@ -11,7 +11,7 @@ from tiny_configurations import COMPOSITES, tiny_config
 from user_errors import refused
 
 from odc_mpi.models import build as models
-from odc_mpi.models.weights.composite import find_composite
+from odc_mpi.models.quirks.composite import find_composite
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.partition import replicated_persistent_tensors

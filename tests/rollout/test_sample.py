@@ -8,7 +8,8 @@ from tiny_configurations import tiny_config
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.generation.generate import SamplingParams
-from odc_mpi.models.decoding import Prompt, decodes_batches
+from odc_mpi.models.decoding import Prompt
+from odc_mpi.models.quirks.caches import decodes_batches
 from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncation, sample
 
 STOP = (3, 7, 11, 30)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.models.adapters.check import HashedWeights
-from odc_mpi.models.weights.composite import Composite
+from odc_mpi.models.quirks.composite import Composite
 from odc_mpi.models.weights.conversion import PlacedTensor, loaded_tensors
 from odc_mpi.shard.local_shards import WeightSource
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.prompt_dataset import PromptDataset
-from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
+from odc_mpi.models.decoding import unsharded_if_fits
+from odc_mpi.models.quirks.caches import decodes_batches
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample

@@ -31,7 +31,8 @@ from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import warn
 from odc_mpi.files import warn_write_failed
 from odc_mpi.formatting import truncate_text
-from odc_mpi.models.decoding import decodes_batches, unsharded_if_fits
+from odc_mpi.models.decoding import unsharded_if_fits
+from odc_mpi.models.quirks.caches import decodes_batches
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
