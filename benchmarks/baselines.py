@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from odc_mpi.data.loader import Loader, Minibatch
+from odc_mpi.data.loader import Loader, PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch, read_microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.runtime.world import World
@@ -77,7 +77,7 @@ class UnshardedBaseline:
     def _prepare(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _run(self, minibatch: Minibatch) -> torch.Tensor:
+    def _run(self, minibatch: PlannedMinibatch) -> torch.Tensor:
         return run_microbatches(self._token_logps, minibatch, minibatch, device=self._device)
 
 
@@ -108,7 +108,7 @@ class FSDPBaseline(UnshardedBaseline):
         return model
 
     @override
-    def _run(self, minibatch: Minibatch) -> torch.Tensor:
+    def _run(self, minibatch: PlannedMinibatch) -> torch.Tensor:
         # FSDP averages gradients over ranks; the loss needs their sum.
         loss = run_microbatches(self._token_logps, minibatch, minibatch, factor=self._world.size)
         run_microbatches(self._token_logps, minibatch, dummy_microbatches(minibatch), factor=0.0)
@@ -141,7 +141,7 @@ def gloo_process_group(world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dummy_microbatches(minibatch: Minibatch) -> Iterator[Microbatch]:
+def dummy_microbatches(minibatch: PlannedMinibatch) -> Iterator[Microbatch]:
     """Yield the dummy microbatches that this rank needs to run as many microbatches as the rank with the most.
 
     Each dummy consists of the shortest sequence in the minibatch. Its loss and gradients must be ignored.
@@ -154,7 +154,7 @@ def dummy_microbatches(minibatch: Minibatch) -> Iterator[Microbatch]:
 
 def run_microbatches(
     token_logps: TokenLogps,
-    minibatch: Minibatch,
+    minibatch: PlannedMinibatch,
     microbatches: Iterable[Microbatch],
     factor: float = 1.0,
     device: torch.device = HOST,

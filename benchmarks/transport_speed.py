@@ -47,7 +47,7 @@ from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.settings import CommConfig, Reduction
-from odc_mpi.comm.transport import Access, Transport
+from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_size
 from odc_mpi.runtime.memory import available_bytes
@@ -275,7 +275,7 @@ class Units:
         for i in self._units:
             transport.parameters.shard(i).copy_(self._local_shards[i])
         transport.publish_parameters()
-        moves = transport.parameters.access is Access.COPY
+        moves = transport.parameters.uses_buffers
         return fetches(transport, self._layout, self.num_units, moves=moves)
 
     def _push(self, reduction: Reduction) -> Variant:

@@ -21,7 +21,8 @@ MAY_SEE = {
     "runtime": set(),
     "comm": {"runtime", "islands"},
     "shard": {
-        *("comm.settings", "comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")
+        *("comm.settings", "comm.group", "comm.transport", "comm.work", "comm.traffic", "comm.buffers"),
+        *("comm.kernels", "comm.layout"),
     },
     "checkpoint": {"shard", "islands.run_dir", "data.tokenizer", "data.encoding"},
     "probe": {"runtime", "comm"},

@@ -36,7 +36,7 @@ WHOLE = Part(0, 1)
 
 
 @dataclass(frozen=True)
-class Minibatch:
+class PlannedMinibatch:
     """Sequences for one optimizer step on all ranks. Iteration reads and yields this rank's microbatches.
 
     Each microbatch is read only when it is needed. Iteration raises a `UserError` if the plan contains split sequences
@@ -237,11 +237,11 @@ class Loader(ShuffledSampler):
     def __iter__(self) -> "Loader":
         return self
 
-    def __next__(self) -> Minibatch:
+    def __next__(self) -> PlannedMinibatch:
         """Return the next minibatch with its plan, without reading its sequences."""
         position, indices = self._next_indices()
         plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
-        return Minibatch(**position, indices=indices, plan=plan, rank=self._rank, dataset=self._dataset)
+        return PlannedMinibatch(**position, indices=indices, plan=plan, rank=self._rank, dataset=self._dataset)
 
     @override
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:

@@ -15,7 +15,7 @@ from odc_mpi.observe.metrics import Metric
 if TYPE_CHECKING:
     import torch
 
-    from odc_mpi.data.loader import Minibatch
+    from odc_mpi.data.loader import PlannedMinibatch
     from odc_mpi.data.microbatch import Microbatch
     from odc_mpi.shard.minibatch_stats import MinibatchStats
 
@@ -46,7 +46,7 @@ class Step:
     """
 
     number: int
-    minibatch: "Minibatch"
+    minibatch: "PlannedMinibatch"
     metrics: dict[str, Any]
     failure: Exception | None = None
 

@@ -16,7 +16,7 @@ from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
+from odc_mpi.shard.spans import SHARDING, SpanRecorder
 
 #: Peak dense bfloat16 FLOP/s of GPUs, from NVIDIA's data sheets. Keys are patterns for torch's device names.
 _PEAK_FLOPS = {

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.files import write_or_warn
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
+from odc_mpi.shard.spans import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
 #: Maximum number of spans in the file (a few megabytes). A rank with more spans than its share writes only the longest.
@@ -94,7 +94,7 @@ class TraceCallback(Callback):
         return {}
 
 
-def _tokens(minibatch: Minibatch) -> list[int]:
+def _tokens(minibatch: PlannedMinibatch) -> list[int]:
     """Return the number of tokens in each microbatch of all ranks, including the chunks of split sequences."""
     lengths = minibatch.dataset.lengths[minibatch.indices]
     plan = minibatch.plan

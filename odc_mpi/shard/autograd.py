@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from odc_mpi.shard.step_phases import in_backward
+from odc_mpi.shard.activity import in_backward
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 

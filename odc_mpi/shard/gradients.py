@@ -26,7 +26,7 @@ from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.fixed_point import FixedPointGradients
 from odc_mpi.shard.gradient_format import FloatGradients, GradientFormat
 from odc_mpi.shard.prefetch import CommunicationThread
-from odc_mpi.shard.step_phases import SpanRecorder
+from odc_mpi.shard.spans import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
 

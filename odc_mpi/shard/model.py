@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from odc_mpi.comm.layout import Slice
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.activity import StepPhase
 from odc_mpi.shard.autograd import UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradients import GradientPusher
@@ -37,7 +38,7 @@ from odc_mpi.shard.modules import (
     wrap_forward,
 )
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
-from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, Usage
+from odc_mpi.shard.spans import SpanRecorder, Usage
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 

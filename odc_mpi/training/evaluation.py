@@ -18,7 +18,7 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.observe.callback import Callback, Step
@@ -89,13 +89,13 @@ class ForwardPass:
         self._placeholders = PlaceholderDataset(dataset)
         self._tickets = Tickets(world)
 
-    def plan(self, indices: npt.NDArray[np.int64]) -> Minibatch:
+    def plan(self, indices: npt.NDArray[np.int64]) -> PlannedMinibatch:
         """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`, which must be equal on all ranks."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
-        return self._placeholders.apply(Minibatch(0, 0, indices, plan, world.rank, self.dataset))
+        return self._placeholders.apply(PlannedMinibatch(0, 0, indices, plan, world.rank, self.dataset))
 
-    def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
+    def run(self, minibatch: PlannedMinibatch, score: Callable[[Microbatch], T]) -> list[T]:
         """Call `score` on each microbatch without gradients, and return the results of all ranks. Collective.
 
         The results must be picklable, and are returned in no particular order. The ranks must synchronize before the

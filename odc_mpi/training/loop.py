@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import RESULT, SPEED, Metric
@@ -50,14 +50,14 @@ class MinibatchSource(Callback, ABC):
     )
 
     @abstractmethod
-    def next_minibatch(self) -> Minibatch:
+    def next_minibatch(self) -> PlannedMinibatch:
         """Return the next minibatch, which is the same on every rank. Does not communicate."""
 
     @abstractmethod
-    def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
+    def microbatches(self, minibatch: PlannedMinibatch) -> Iterable[Microbatch]:
         """Yield this rank's microbatches. The caller must train on each before getting the next. May be one-sided."""
 
-    def num_microbatches(self, minibatch: Minibatch) -> int | None:
+    def num_microbatches(self, minibatch: PlannedMinibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""
         return None
 
@@ -86,7 +86,7 @@ class Objective(Callback, ABC):
     statistics: torch.Tensor = torch.empty(0)
 
     @abstractmethod
-    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the scalar loss of a microbatch on the model's device, not divided by `loss_normalizer`. One-sided."""
 
     @override

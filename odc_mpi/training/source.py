@@ -18,7 +18,7 @@ from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Loader, Minibatch
+from odc_mpi.data.loader import Loader, PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch, read_chunk
 from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCostModel
 from odc_mpi.errors import AllRanksUserError
@@ -55,7 +55,7 @@ class PlaceholderDataset:
             length = int(self.lengths[index])
             return np.zeros(length, dtype=np.int64), np.arange(length) >= length - self.num_trained_tokens[index]
 
-    def apply(self, minibatch: Minibatch) -> Minibatch:
+    def apply(self, minibatch: PlannedMinibatch) -> PlannedMinibatch:
         """Return a minibatch whose sequences are read through this view."""
         return replace(minibatch, dataset=cast(Dataset, self))
 
@@ -94,12 +94,12 @@ class DatasetSource(MinibatchSource):
         self._seed, self._tickets, self._windows = seed, tickets, windows
         self._num_splits = 0
 
-    def next_minibatch(self) -> Minibatch:
+    def next_minibatch(self) -> PlannedMinibatch:
         """Return the next minibatch from the loader."""
         self._before = self._loader.state_dict()
         return self._placeholders.apply(next(self._loader))
 
-    def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
+    def microbatches(self, minibatch: PlannedMinibatch) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or windows."""
         chunks = self._chunks(self._windows, minibatch) if self._windows else ()
         others = minibatch.microbatches(self._tickets.draw) if self._tickets else minibatch
@@ -109,7 +109,7 @@ class DatasetSource(MinibatchSource):
             torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(microbatch.indices[0]), *chunk_number))
             yield microbatch
 
-    def _chunks(self, windows: KVWindows, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
+    def _chunks(self, windows: KVWindows, minibatch: PlannedMinibatch) -> Iterator[tuple[Microbatch, int]]:
         """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
         The caller must run the forward and backward passes of a chunk before requesting the next one. In a run, all
@@ -126,7 +126,7 @@ class DatasetSource(MinibatchSource):
                 chunk = SequenceChunk(bounds[-1], lambda *args, last=exchange: context_parallel_attention(*args, last))
                 yield replace(microbatch, inputs=microbatch.inputs | {"chunk": chunk}), number
 
-    def num_microbatches(self, minibatch: Minibatch) -> int | None:
+    def num_microbatches(self, minibatch: PlannedMinibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if ranks claim some of them at run time."""
         plan, rank = minibatch.plan, minibatch.rank
         num_chunks = sum(rank in split.ranks for split in plan.splits)

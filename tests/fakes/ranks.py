@@ -10,8 +10,8 @@ import torch
 
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import ranges_by_owner
-from odc_mpi.comm.transport import Access, GradientStore, ParameterStore, ShardStorage, Transport
-from odc_mpi.comm.work import FetchWork, Work
+from odc_mpi.comm.transport import GradientStore, ParameterStore, ShardStorage, Transport
+from odc_mpi.comm.work import Work
 
 #: Seconds that one test's ranks may take together; they need a fraction of a second.
 TIMEOUT_S = 30.0
@@ -33,7 +33,7 @@ class LocalTransport(Transport, Group):
     It is its own group, and its stores ask it for everything, so that what a test changes is in one place.
     """
 
-    access = Access.COPY
+    transfers, stays_valid = True, False
     thread_safe = True
 
     def __init__(self, group, rank, param_dtype=torch.float32, reduce_dtype=torch.float32):
@@ -42,7 +42,7 @@ class LocalTransport(Transport, Group):
         self.world = self.island = self
         self.rank, self.size, self.node_ranks = rank, group.size, range(group.size)
         parameters, gradients = LocalParameters(param_dtype), LocalGradients(reduce_dtype)
-        for name in ("access", "start_fetch", "fetch", "release"):
+        for name in ("transfers", "stays_valid", "acquire_buffer", "start_fetch", "release"):
             setattr(parameters, name, getattr(self, name))
         gradients.push, gradients.flush, gradients.complete = self.accumulate, self.flush, self.complete
         stores = [parameters, gradients]
@@ -62,8 +62,8 @@ class LocalTransport(Transport, Group):
             buffer[start:stop] = transport.parameters.shard(index)[: stop - start]
         return Work()
 
-    def fetch(self, index):
-        return ParameterStore.fetch(self.parameters, index)
+    def acquire_buffer(self, index):
+        return ParameterStore.acquire_buffer(self.parameters, index)
 
     def release(self, fetched):
         ParameterStore.release(self.parameters, fetched)
@@ -142,6 +142,8 @@ class LocalShards(ShardStorage):
 
 
 class LocalParameters(LocalShards, ParameterStore):
+    start_fetch = None  # the transport's
+
     def allocate(self):
         self._shards = {i: torch.zeros(x.shard_numel, dtype=self.dtype) for i, x in enumerate(self.layouts)}
 
@@ -176,10 +178,13 @@ class RecordingTransport(LocalTransport):
 class InPlaceTransport(RecordingTransport):
     """Fetches the one rank's window itself, as with zero-copy."""
 
-    access = Access.VIEW
+    transfers = False
 
-    def fetch(self, index):
-        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], Work())
+    def acquire_buffer(self, index):
+        return self.parameters.shard(index)[: self.layouts[index].numel]
+
+    def start_fetch(self, index, buffer):
+        return Work()
 
     def release(self, fetched):
         pass
@@ -188,7 +193,7 @@ class InPlaceTransport(RecordingTransport):
 class KeepingTransport(InPlaceTransport):
     """Fetches a window that autograd may save."""
 
-    access = Access.KEEP
+    stays_valid = True
 
 
 def run_threads(size, work, barrier, timeout_s=TIMEOUT_S):

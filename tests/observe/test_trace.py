@@ -11,7 +11,7 @@ from odc_mpi.data.plan.balance import Plan
 from odc_mpi.observe import trace
 from odc_mpi.observe.callback import MicrobatchResult, Step
 from odc_mpi.observe.trace import TraceCallback
-from odc_mpi.shard.step_phases import SpanRecorder
+from odc_mpi.shard.spans import SpanRecorder
 
 SINGLE_RANK = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
 

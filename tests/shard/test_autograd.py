@@ -16,7 +16,7 @@ from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.step_phases import SpanRecorder
+from odc_mpi.shard.spans import SpanRecorder
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 

@@ -15,7 +15,6 @@ from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack
 
 from odc_mpi.comm.settings import CommConfig
-from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensorHooks
 from odc_mpi.shard.cache_budget import CacheBudget, CacheBytes, auto_cache_bytes
@@ -303,11 +302,11 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
     assert train.model.usage.peak_parameter_bytes <= train.shard_bytes + wanted + in_use
 
 
-@pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])
+@pytest.mark.parametrize("transfers", [True, False])
 @on_ranks(1)
-def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
+def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, transfers: bool) -> None:
     module = Stack(3).double()
-    transport.parameters.access = access
+    transport.parameters.transfers = transfers
     train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
@@ -336,7 +335,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 @on_ranks(1)
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport) -> None:
     train = Train(transport, Stack(2).double(), CacheBytes())
-    transport.parameters.access = Access.VIEW
+    transport.parameters.transfers = False
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
     assert train.model.cache_bytes == CacheBytes(0, 1 << 30)

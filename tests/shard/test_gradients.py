@@ -8,7 +8,7 @@ from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.step_phases import SpanRecorder
+from odc_mpi.shard.spans import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}

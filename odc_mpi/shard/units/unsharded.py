@@ -19,9 +19,10 @@ import torch
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import FetchWork
+from odc_mpi.shard.activity import ActivityReporter, in_backward
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
-from odc_mpi.shard.step_phases import ActivityReporter, SpanRecorder, in_backward
+from odc_mpi.shard.spans import SpanRecorder
 from odc_mpi.shard.units.unit import Unit, UnitState
 
 #: Maximum number of unsharded units, not counting the root, units in a running forward pass, and units in the cache:

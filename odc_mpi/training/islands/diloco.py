@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.islands.merges import FragmentExchange, Header, MergeResult
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.islands.fragments import Schedule, make_fragments
@@ -310,7 +310,7 @@ class DiLoCo(Callback):
             self._amounts, self._ages = np.array(state["amounts"]), np.array(state["ages"])
 
 
-def _amount(minibatch: Minibatch) -> int:
+def _amount(minibatch: PlannedMinibatch) -> int:
     return minibatch.num_tokens if minibatch.dataset.kind == "sequences" else len(minibatch.indices)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import Metric
@@ -44,7 +44,7 @@ class PairScorer(ABC):
     token_sums: tuple[str, ...] = ()
 
     @abstractmethod
-    def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
+    def __call__(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> PairScores:
         """Score the pairs in one microbatch of `minibatch`. All tensors are on the model's device. One-sided."""
 
 
@@ -58,7 +58,7 @@ class PairObjective(Objective):
         self.gathered_names = ("loss", *scorer.token_sums, *scorer.statistics)
         self.metrics = (*self.metrics, *scorer.metrics)
 
-    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return a microbatch's contribution to the mean loss of the minibatch. One-sided."""
         scores, num_pairs = self._scorer(minibatch, microbatch), len(minibatch.indices)
         loss = scores.losses.sum() / num_pairs

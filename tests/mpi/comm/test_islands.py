@@ -77,11 +77,11 @@ def test_an_array_that_an_island_has_finished_reaches_its_owners_before_the_othe
     for number in range(1, 4):
         for index, size in enumerate((100, 5000)):
             transport.gradients.push(index, torch.full((size,), float(number))).wait()
-        transport.exchange.finish([1])
+        transport.finish_arrays([1])
         if islands.island.rank == 0:
             time.sleep(0.02)
         islands.island.gather_objects(None)
-        transport.exchange.finish([])  # all ranks have seen that all have finished
+        transport.finish_arrays([])  # all ranks have seen that all have finished
         world.gather_objects(None)
         finished, other = (transport.gradient_shard(index).clone() for index in (1, 0))
         world.gather_objects(None)

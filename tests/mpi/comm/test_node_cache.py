@@ -15,7 +15,6 @@ from units import Block, assert_fetched, assert_sums, write_parameters
 from odc_mpi import shard_model
 from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.settings import CommConfig
-from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
@@ -39,7 +38,7 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
     """All ranks want all arrays at once, each in an order of its own. One is slow, also to end with a publication."""
     transport = allocate(window_transport(nodes, comm=CommConfig(progress="thread")), SIZES)
     parameters = transport.parameters
-    assert (parameters.access is Access.NODE) == (nodes.local_size == 2)
+    assert parameters.transfers and parameters.stays_valid == (nodes.local_size == 2)
     shared = 0
     for number in range(ROUNDS):
         values = [torch.full((numel,), 10.0 * number + index) for index, numel in enumerate(SIZES)]
@@ -73,7 +72,7 @@ def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate
 
 def test_there_is_no_cache_on_a_single_node(world, allocate):
     transport = allocate(window_transport(world), SIZES)
-    assert transport.parameters.access in (Access.VIEW, Access.KEEP)
+    assert not transport.parameters.transfers
     assert transport.node_cache is None
 
 

@@ -11,7 +11,7 @@ from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.settings import CommConfig
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.step_phases import SYNC_POINTS
+from odc_mpi.shard.spans import SYNC_POINTS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 

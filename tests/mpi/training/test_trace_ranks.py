@@ -7,7 +7,7 @@ import math
 import pytest
 from small_training import configure, train_to_the_end
 
-from odc_mpi.shard.step_phases import SYNC_POINTS
+from odc_mpi.shard.spans import SYNC_POINTS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
 

@@ -12,7 +12,6 @@ from test_unit import simple, states, value_of
 from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Access
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
@@ -155,14 +154,12 @@ def test_nothing_comes_after_the_end_of_a_minibatch(transport: Adversary) -> Non
     unsharded.close()
 
 
-@pytest.mark.parametrize(
-    ("access", "threads", "prefetch"), [(Access.COPY, True, 0), (Access.VIEW, True, 2), (Access.COPY, False, 2)]
-)
+@pytest.mark.parametrize(("transfers", "threads", "prefetch"), [(True, True, 0), (False, True, 2), (True, False, 2)])
 @on_ranks(1)
 def test_no_thread_where_none_is_of_use_or_allowed(
-    transport: RecordingTransport, access: Access, threads: bool, prefetch: int
+    transport: RecordingTransport, transfers: bool, threads: bool, prefetch: int
 ) -> None:
-    transport.parameters.access, transport.thread_safe = access, threads
+    transport.parameters.transfers, transport.thread_safe = transfers, threads
     model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
     for _ in range(2):
         with model.minibatch():

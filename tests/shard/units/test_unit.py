@@ -5,7 +5,7 @@ from ranks import RecordingTransport, on_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.traffic import TrafficCounter
-from odc_mpi.shard.step_phases import SpanRecorder
+from odc_mpi.shard.spans import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS, UnshardedUnits
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.training.preferences.answer_logps import ANSWER_METRICS, AnswerLogps, AnswerScores
@@ -50,7 +50,7 @@ class PreferenceScorer(PairScorer):
         self._answer_logps, self._dpo, self._reference = answer_logps, dpo, reference
 
     @override
-    def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
+    def __call__(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> PairScores:
         scores = self._answer_logps(microbatch)
         reference = self._reference[microbatch.indices].to(scores.logps.device, non_blocking=True)
         ratios = scores.logps - reference

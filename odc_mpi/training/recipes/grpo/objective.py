@@ -16,7 +16,7 @@ from typing import ClassVar, cast
 import torch
 
 from odc_mpi.data.groups import GroupMicrobatch
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
@@ -50,7 +50,7 @@ class GRPOObjective(Objective):
             rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
         )
 
-    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
         microbatch = cast(GroupMicrobatch, microbatch)
         arguments = microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.encoding.encode import end_of_turn_token
-from odc_mpi.data.loader import Minibatch, ShuffledSampler
+from odc_mpi.data.loader import PlannedMinibatch, ShuffledSampler
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import UserError
@@ -25,10 +25,10 @@ RewardsFn = Callable[[Mapping[str, Sequence[Any]], int], GroupRewards]
 class PromptLoader(ShuffledSampler):
     """Endless, resumable iterator over minibatches of prompts for all ranks."""
 
-    def __next__(self) -> Minibatch:
+    def __next__(self) -> PlannedMinibatch:
         """Return the next minibatch, without a rank or a plan, because ranks claim prompts at run time."""
         position, indices = self._next_indices()
-        return Minibatch(**position, indices=indices, plan=Plan(()), rank=0, dataset=self._dataset)
+        return PlannedMinibatch(**position, indices=indices, plan=Plan(()), rank=0, dataset=self._dataset)
 
 
 def predict_lengths(

@@ -25,7 +25,7 @@ import numpy as np
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
 from odc_mpi.data.groups import Answer, PromptGroup, group_microbatches
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import warn
@@ -95,7 +95,7 @@ class RolloutSource(MinibatchSource):
         self._log_path = Path(config.run.dir) / COMPLETIONS
         self._warned: set[str] = set()
 
-    def next_minibatch(self) -> Minibatch:
+    def next_minibatch(self) -> PlannedMinibatch:
         """Return the next minibatch of prompts from the loader."""
         return next(self._loader)
 
@@ -105,7 +105,7 @@ class RolloutSource(MinibatchSource):
         self._metrics.reset()
         self._logged_completions = []
 
-    def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
+    def microbatches(self, minibatch: PlannedMinibatch) -> Iterator[Microbatch]:
         """Generate completions for this rank's prompts, and yield microbatches of completions to train on. One-sided.
 
         They may be from prompts of other ranks (see the module docstring).
@@ -174,7 +174,7 @@ class RolloutSource(MinibatchSource):
         lengths = state_dict["completion_lengths"]
         self._observed_lengths = {int(index): length for index, length in lengths.items()}
 
-    def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[PromptGroup]:
+    def _generate(self, minibatch: PlannedMinibatch, positions: list[int]) -> list[PromptGroup]:
         """Generate completions and publish finished groups. Return the groups that do not fit in the store."""
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]

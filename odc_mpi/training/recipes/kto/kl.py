@@ -14,7 +14,7 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.groups import PromptGroup, pack_groups, read_group
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.observe.callback import round_for_exact_sum
@@ -47,7 +47,7 @@ class KLEstimator:
         self._strategy = find_strategy("dynamic", self._cost_model, exact=config.run.exact, packs=packs)
         self._tickets = Tickets(context.world)
 
-    def estimate(self, minibatch: Minibatch) -> float:
+    def estimate(self, minibatch: PlannedMinibatch) -> float:
         """Return the estimate for a minibatch, which is equal on all ranks. Collective.
 
         Ranks claim microbatches of mismatched answers, and then gather the sum and the number of the log-ratios.
@@ -74,7 +74,7 @@ class _Mismatched:
     tokens, int64 `[n]`.
     """
 
-    def __init__(self, minibatch: Minibatch, max_length: int) -> None:
+    def __init__(self, minibatch: PlannedMinibatch, max_length: int) -> None:
         self._dataset, self._prompts = minibatch.dataset, minibatch.indices
         lengths, num_prompts = self._dataset.lengths, self._dataset.columns["num_prompt_tokens"]
         is_alone = len(self._prompts) == 1

@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.data.groups import GroupMicrobatch
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import RESULT, Metric
@@ -99,7 +99,7 @@ class KTOObjective(Objective):
         super().on_step_begin(step)
         self._kl = self._estimator.estimate(step.minibatch) if self._estimator else 0.0
 
-    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return a microbatch's contribution to the mean loss of the minibatch. One-sided."""
         scores, ratios = self._scorer.score(microbatch)
         is_desirable = cast(GroupMicrobatch, microbatch).columns["label"]

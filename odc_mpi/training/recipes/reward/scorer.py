@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
 from odc_mpi.data.groups import GroupMicrobatch, as_padded_rows, select_last_tokens
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.heads import reward_scores
 from odc_mpi.observe.metrics import RESULT, Metric
@@ -44,7 +44,7 @@ class RewardScorer(PairScorer):
         return reward_scores(self._module, pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
 
     @override
-    def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
+    def __call__(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> PairScores:
         rewards = self.rewards(microbatch)
         losses = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + self._center * rewards.sum(1) ** 2
         rewards = rewards.detach()

@@ -2,7 +2,7 @@
 
 import torch
 
-from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
@@ -28,7 +28,7 @@ class SFTObjective(Objective):
     def __init__(self, module: torch.nn.Module) -> None:
         self._token_logps = TokenLogps(module)
 
-    def loss(self, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+    def loss(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return a microbatch's contribution to the mean loss of the minibatch. One-sided."""
         scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
         entropy = scores.entropy.sum() / minibatch.num_tokens

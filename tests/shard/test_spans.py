@@ -8,8 +8,9 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn
 from toy_models import INPUT, Layer, Stack
 
+from odc_mpi.shard.activity import ActivityReporter
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.step_phases import ACTIVITIES, SHARDING, SPAN_KINDS, SYNC_POINTS, ActivityReporter, SpanRecorder
+from odc_mpi.shard.spans import ACTIVITIES, SHARDING, SPAN_KINDS, SYNC_POINTS, SpanRecorder
 
 
 def test_seconds_add_up_whether_spans_are_kept_or_not():

@@ -1,6 +1,4 @@
-"""Phases of a training step, a rank's published activity, and the time, memory and collectives that it uses.
-
-This module does not communicate.
+"""Time, memory and collectives that a rank uses. This module does not communicate.
 
 The time of the computing thread is recorded in spans. Communication spans do not overlap each other:
 
@@ -20,16 +18,13 @@ Sharding spans count only toward the total times:
     windows, weights       allocating the windows, and loading the parameters
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Group, Transport
+from odc_mpi.comm.transport import Transport
 
 #: Synchronization points of a step, in order: K, A, N and B in docs/ordering.md.
 SYNC_POINTS = ("values_gathered", "gradients_complete", "grad_norm", "parameters_published")
@@ -125,78 +120,3 @@ class Usage:
     def bytes_between_islands(self) -> int:
         """Bytes of gradients sent to, and parameters received from, other islands per minibatch; 0 without islands."""
         return self._transport.bytes_between_islands
-
-
-class StepPhase(Enum):
-    """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED, and CLOSED at the end."""
-
-    PUBLISHED = "parameters published"
-    MINIBATCH = "inside a minibatch"
-    COMPLETE = "gradients complete"
-    CLOSED = "closed"
-
-
-def in_backward() -> bool:
-    """Return True if the calling thread is running a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class ActivityReporter:
-    """Reporter that publishes this rank's activity for other ranks to print if they time out waiting for it.
-
-    It publishes, for example:
-
-        in microbatch 3, forward of unit layers.1      a forward pass uses the unit's parameters
-        in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
-        in microbatch 3, backward of unit layers.2     a backward pass uses the parameters, or gradients are pushed
-        using unit layers.2                            outside microbatches: evaluation, state_dict
-
-    Only changes are published, one or two per forward or backward pass of a unit. Each takes a few microseconds.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._set_status = group.world.set_status
-        self._last: tuple[str, str] | None = None
-        self._override = ""
-        self._in_minibatch = False
-        self._microbatch = 0
-
-    def start_minibatch(self) -> None:
-        """Reset the number of microbatches to 0 and start counting."""
-        self._in_minibatch, self._microbatch = True, 0
-
-    def finish_minibatch(self) -> None:
-        """Stop counting microbatches. The transport publishes the status at the synchronization points."""
-        self._in_minibatch, self._microbatch, self._last = False, 0, None
-
-    def start_microbatch(self) -> None:
-        """Count a microbatch if a minibatch is running and `override` is not active."""
-        if self._in_minibatch and not self._override:
-            self._microbatch += 1
-            self._last = None
-
-    @contextmanager
-    def override(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Context manager that publishes `what` instead of the unit in use. Yields a function that replaces `what`."""
-        self._report_override(what)
-        try:
-            yield self._report_override
-        finally:
-            self._report_override("")
-
-    def update(self, phase: str, unit: str) -> None:
-        """Publish the phase and the unit in use if either has changed since the last call.
-
-        This method does nothing while `override` is active. `phase` is "forward of", "backward of" or "fetching".
-        `unit` is "" for the root.
-        """
-        if not self._override and (phase, unit) != self._last:
-            self._last = phase, unit
-            if not self._microbatch and phase != "fetching":
-                phase = "using"
-            self._set_status(f"{phase} unit {unit or '(root)'}", self._microbatch)
-
-    def _report_override(self, what: str) -> None:
-        self._override, self._last = what, None
-        if what:
-            self._set_status(what)
