@@ -170,7 +170,7 @@ def test_an_error_in_the_push_thread_is_raised_at_the_end_of_the_minibatch(world
             raise error
         return Work()
 
-    monkeypatch.setattr(model._transport.exchange, "finish", finish)
+    monkeypatch.setattr(model._pusher, "_finish_arrays", finish)
     with pytest.raises(ValueError, match="the first call"), model.minibatch():
         model.set_is_last_backward()
         model(torch.randn(2, 16)).sum().backward()

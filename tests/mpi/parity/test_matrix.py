@@ -62,7 +62,7 @@ def config(case, at, data, shared_dir):
     changes, path = {}, shared_dir / case.settings.get("model__path", "")
     if "model__path" in case.settings:
         changes["model__path"] = path
-        if not path.exists():
+        if not at.world.gather_objects(path.exists())[0]:
             save_model(at.world, path, **MODELS[path.name])
     return case.configure(data, at.shared, **changes)
 
