@@ -24,7 +24,11 @@ from pathlib import Path
 
 PACKAGES = ("shard", "comm", "training", "checkpoint", "data")
 #: Folders of tests/mpi that belong to a package besides the one of its name.
-RELATED = {"training": ["preferences", "rl", "islands"], "comm": ["islands", "device"]}
+RELATED = {
+    "training": ["parity", "preferences", "rl", "islands"],
+    "comm": ["parity", "islands", "device"],
+    "shard": ["parity"],
+}
 LIMIT_S = 60
 SWAPS = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//",
