@@ -14,7 +14,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.mark.timeout(900)
 def test_a_killed_run_resumes_and_its_export_answers_in_transformers(tmp_path):
-    """Step 3 is done twice, with the same loss: before the kill, and from the checkpoint of step 2."""
+    """Steps after the newest checkpoint are done twice, with the same losses."""
     data, out, config = tmp_path / "chats.h5", tmp_path / "model", tmp_path / "config.yaml"
     assert odc_mpi(0, "prepare", ROOT / "jobs" / "chats.jsonl", "--out", data, "--tokenizer", SMOLLM2).code == 0
     settings = {
@@ -25,7 +25,7 @@ def test_a_killed_run_resumes_and_its_export_answers_in_transformers(tmp_path):
     }
     config.write_text(yaml.safe_dump(settings))
     run = CrashedRun(config, every=2, timeout_s=600)
-    run.endure([Start(2, "step 3")])
+    run.endure([Start(2, "checkpoint")])
     before = losses(run.directory)
     run.happen(run.begin(2, "--run.steps", run.seen + 1), "end")
     assert losses(run.directory)[:-1] == pytest.approx(before, rel=1e-5)
