@@ -340,6 +340,10 @@ class ShardedModel:
             parameter.copy_(value)
         self.publish()
 
+    def close_first(self, other: "ShardedModel") -> None:
+        """Close `other`, such as a reference model, when this model is closed."""
+        self._resources.callback(other.close)
+
     def close(self) -> None:
         """Free the windows. Collective. Idempotent. The tensors from `shard_parameters()` keep their values."""
         self._phase = StepPhase.CLOSED

@@ -25,6 +25,8 @@ def reference_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
     """
     has_adapters = context.config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(context)
+    if policy is not model:
+        model.close_first(policy)
     token_logps = TokenLogps(policy.module)
 
     def score(*args: Any) -> TokenScores:

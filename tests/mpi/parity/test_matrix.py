@@ -180,9 +180,10 @@ def test_the_bits_are_those_of_one_rank(case, at, data):
         return case.configure(data, folder, **{"run.exact": "true", "run.trace_steps": 0} | changes)
 
     exact = ExactRuns(at.world, at.shared, configured)
-    wanted = exact.alone()
+    wanted, num_models = exact.alone(), at.world.job.num_models
     found = exact.train("all", at.world, **case.way)
     assert found == wanted
+    assert at.world.job.num_models == num_models, "a model was not closed, such as the reference model"
     last = found[1][-1]
     assert last.keys() >= OBJECTIVES[case.objective].exact_names
     assert 0 <= last["fixed64_relative_error"] < 1e-9
