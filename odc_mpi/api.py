@@ -25,7 +25,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import auto_cache_bytes, node_cache_fits, warn_about_budgets
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.partition import UnitChoice
+from odc_mpi.shard.partition import UnitChoice, is_sharded
 
 
 def shard_model(
@@ -83,7 +83,10 @@ def shard_model(
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
-    store_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
+    usual, dtypes = dtypes_by_parameter(module)
+    store_dtype = param_dtype or usual
+    if param_dtype:
+        dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is torch.uint8}
     if isinstance(comm, CommConfig):
         optimizes = optimizer_device == "cuda"
         size = device_shard_bytes(module, world.size, param_dtype, reduce_dtype, with_optimizer=optimizes)
@@ -292,11 +295,12 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
     """Return the dtype with the most parameter elements, and any dtypes that differ from it, keyed by parameter name.
 
-    Only floating-point parameters are considered. If there are none, the first result is float32.
+    Only parameters that are sharded are considered. Bytes never count as the first result, which is float32 if there
+    are no floating-point parameters.
     """
-    parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+    parameters = {name: p for name, p in module.named_parameters() if is_sharded(p)}
     counts: Counter[torch.dtype] = Counter()
-    for parameter in parameters.values():
+    for parameter in filter(torch.is_floating_point, parameters.values()):
         counts[parameter.dtype] += parameter.numel()
     usual = counts.most_common(1)[0][0] if counts else torch.float32
     return usual, {name: p.dtype for name, p in parameters.items() if p.dtype != usual}

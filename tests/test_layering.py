@@ -29,7 +29,7 @@ MAY_SEE = {
     "islands": set(),
     "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),
-    "models": {"shard", "data", "checkpoint"},
+    "models": {"shard", "data", "checkpoint", "runtime.world"},
     "observe": {"islands.run_dir", "runtime", "data", "shard"},
     "training": {
         *("api", "checkpoint", "data", "islands", "models", "observe", "rollout", "shard", "runtime"),

@@ -20,7 +20,7 @@ from odc_mpi.checkpoint.shard_file import ShardEntry, stored_type
 from odc_mpi.errors import UserError
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.partition import replicated_persistent_tensors
+from odc_mpi.shard.partition import is_sharded, replicated_persistent_tensors
 
 #: Sections of a checkpoint. If parameters that are trained differ from those in `model`, they are in `local`.
 MODEL, OPTIMIZER, LOCAL = "model", "optimizer", "local"
@@ -208,7 +208,7 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
-        if p.is_floating_point() and (p.requires_grad or "base" not in checkpoint.manifest.metadata)
+        if is_sharded(p) and (p.requires_grad or "base" not in checkpoint.manifest.metadata)
     }
     expected |= {name: (tuple(tensor.shape), "buffer") for name, tensor in replicated_persistent_tensors(module)}
     saved = {

@@ -7,6 +7,9 @@ The parameters of a unit are concatenated into a flat array, which is split into
 
 Each rank owns the elements in its shard, which may begin or end in the middle of a parameter.
 
+Parameters of different dtypes share an array of bytes (`torch.uint8`), in which positions are in bytes. Those of slices
+are always in elements of the parameter.
+
 With K islands (`comm.islands`), each island stores all shards. Rank r of an island stores shards `[r * K, (r + 1) * K)`
 as one larger shard, but owns only one of them: in island k, shard `r * K + k`.
 """
@@ -43,11 +46,13 @@ class ParameterRange:
 
     spec: ParameterSpec
     start: int
+    #: Number of array elements per element of the parameter: its size in an array of bytes, otherwise 1.
+    width: int = 1
 
     @property
     def stop(self) -> int:
         """Index after the last element."""
-        return self.start + self.spec.numel
+        return self.start + self.spec.numel * self.width
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,18 @@ class Slice:
     start: int
     stop: int
     offset: int
+    #: Number of array elements per element of the parameter, as in `ParameterRange`.
+    width: int = 1
 
     @property
     def numel(self) -> int:
         """Number of owned elements."""
         return self.stop - self.start
+
+    def view(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a view of this slice in the rank's shard, `[numel]` of the parameter's dtype in the shards."""
+        elements = shard[self.offset : self.offset + self.numel * self.width]
+        return elements.view(self.spec.dtype) if self.width > 1 and self.spec.dtype else elements
 
 
 @dataclass(frozen=True)
@@ -89,20 +101,22 @@ class FlatLayout:
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int, num_islands: int = 1) -> "FlatLayout":
         """Create the layout of a flat array that holds the given parameters and is divided among `num_owners` ranks.
 
-        All parameters must have the same dtype, and either all or none of them must be trainable.
+        Either all or none of them must be trainable. Frozen parameters of different dtypes, none of which is None, get
+        an array of bytes.
         """
         assert specs and num_owners > 0
-        assert len({(spec.requires_grad, spec.dtype) for spec in specs}) == 1, (
-            "trainable and frozen parameters, and those of different dtypes, need arrays of their own"
-        )
+        dtypes, first = {spec.dtype for spec in specs}, specs[0]
+        assert len({spec.requires_grad for spec in specs}) == 1, "trainable and frozen parameters need two arrays"
+        dtype = first.dtype if len(dtypes) == 1 else torch.uint8
+        assert len(dtypes) == 1 or not (first.requires_grad or None in dtypes), "an array of bytes of unknown dtypes"
         ranges, start = [], 0
         for spec in specs:
-            ranges.append(ParameterRange(spec, start))
-            start = _align(start + spec.numel)
+            width = spec.dtype.itemsize if dtype is torch.uint8 and spec.dtype else 1
+            ranges.append(ParameterRange(spec, start, width))
+            start = _align(ranges[-1].stop)
         numel = ranges[-1].stop
         shard_numel = _align(max(1, -(-numel // num_owners)))
-        first = specs[0]
-        return cls(name, tuple(ranges), numel, num_owners, shard_numel, first.requires_grad, first.dtype, num_islands)
+        return cls(name, tuple(ranges), numel, num_owners, shard_numel, first.requires_grad, dtype, num_islands)
 
     @property
     def island_layout(self) -> "FlatLayout":
@@ -127,7 +141,8 @@ class FlatLayout:
         for parameter in self.ranges:
             start = min(max(first, parameter.start), parameter.stop)
             stop = max(start, min(last, parameter.stop))
-            slices.append(Slice(parameter.spec, start - parameter.start, stop - parameter.start, max(start - first, 0)))
+            begin, end = ((each - parameter.start) // parameter.width for each in (start, stop))
+            slices.append(Slice(parameter.spec, begin, end, max(start - first, 0), parameter.width))
         return tuple(slices)
 
     def owners(self, parameter: ParameterRange) -> tuple[tuple[int, int, int], ...]:
@@ -138,7 +153,11 @@ class FlatLayout:
         ranks = (shard % self.num_islands * island_size + shard // self.num_islands for shard in shards)
         bounds = [(rank, *self.owned(rank)) for rank in ranks]
         return tuple(
-            (rank, max(first, parameter.start) - parameter.start, min(last, parameter.stop) - parameter.start)
+            (
+                rank,
+                (max(first, parameter.start) - parameter.start) // parameter.width,
+                (min(last, parameter.stop) - parameter.start) // parameter.width,
+            )
             for rank, first, last in bounds
         )
 

@@ -26,9 +26,10 @@ from odc_mpi.models.adapters.check import HashedWeights
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
 from odc_mpi.models.families import Packing, build_for_training
 from odc_mpi.models.heads import CAUSAL_LM, Task
+from odc_mpi.models.quantization.stored import replace_stored, take_quantization
 from odc_mpi.models.quirks.composite import find_composite, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
-from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
+from odc_mpi.models.weights.safetensors_files import DirectoryTensors, SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
@@ -49,6 +50,7 @@ class MetaModel:
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
+        quantization: Settings of the 4-bit weights, or None. With the version of `bitsandbytes` if it quantizes them.
     """
 
     module: transformers.PreTrainedModel
@@ -60,6 +62,7 @@ class MetaModel:
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
     checkpoint: Checkpoint | None = None
+    quantization: dict[str, Any] | None = None
 
 
 def from_config(
@@ -130,11 +133,13 @@ def from_directory(
         config = _override(config, content, overrides)
         composite = find_composite(config)
     config = composite.text_config if composite else config
+    is_quantized = composite is None and take_quantization(config, "model.path")
     model, random = _with_random_weights(config, "model.path", attn_implementation, task, seed)
+    quantization = replace_stored(model.module, DirectoryTensors(path)) if is_quantized else None
     weights = SafetensorsWeights(path, model.module, composite, random, task.new_head)
     weights.load_buffers(model.module)
     _require_buffers(model.module, "model.path")
-    return replace(model, weights=weights)
+    return replace(model, weights=weights, quantization=quantization)
 
 
 def _override(

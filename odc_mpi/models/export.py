@@ -27,6 +27,7 @@ from odc_mpi.models.adapters.read import load_base
 from odc_mpi.models.adapters.write import MergedWeights, adapter_contents
 from odc_mpi.models.heads import REWARD, prediction_task
 from odc_mpi.models.load import load_checkpoint
+from odc_mpi.models.quantization.quantize import dequantized_shapes
 from odc_mpi.models.weights.conversion import PlacedTensor, published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -114,7 +115,7 @@ def _model(checkpoint: Checkpoint, base: Path | None) -> _Content:
     meta_model = load_base(checkpoint, base=base) if is_merged else load_checkpoint(checkpoint)
     module = meta_model.module
     buffers = dict(replicated_persistent_tensors(module))
-    shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *buffers.items())}
+    shapes = dequantized_shapes(module) | {name: tensor.shape for name, tensor in buffers.items()}
     tensors = published_tensors(module, shapes)
     source = MergedWeights(checkpoint, meta_model, buffers) if is_merged else _CheckpointTensors(checkpoint)
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"]}

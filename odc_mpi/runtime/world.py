@@ -249,6 +249,11 @@ class World(AbstractContextManager["World"]):
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
+    def scatter_objects(self, values: Sequence[T] | None, root: int) -> T:
+        """Return this rank's one of the picklable `values`, one per rank, that rank `root` passes. Collective."""
+        with self.collective(f"receiving from rank {root}"):
+            return self.comm.scatter(values, root)
+
     def broadcast(self, tensor: "torch.Tensor") -> None:
         """Overwrite a contiguous CPU tensor with that of rank 0. Raise `ValueError` for other tensors. Collective."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():

@@ -103,7 +103,7 @@ class LocalShards:
             for i, layout in enumerate(layouts)
         ]
         self._shards = [
-            LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_), layout.trainable), i)
+            LocalShard(slice_, nn.Parameter(slice_.view(self._masters[i]), layout.trainable), i)
             for i, layout in enumerate(layouts)
             for slice_ in layout.slices(transport.group.rank)
         ]
@@ -136,7 +136,7 @@ class LocalShards:
                 # it on the stream, completes before the window is cleared.
                 window = self._transport.gradient_shard(shard.index)
                 by_index[shard.index] = gradient_format.to_gradients(shard.index, window, shard.parameter)
-            shard.parameter.grad = _view(by_index[shard.index], shard.slice)
+            shard.parameter.grad = shard.slice.view(by_index[shard.index])
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
         """Return the `.grad` tensors of all trainable slices that have one, keyed by the index of the flat array."""
@@ -183,7 +183,3 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
         name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
     )
     raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
-
-
-def _view(shard: torch.Tensor, slice_: Slice) -> torch.Tensor:
-    return shard[slice_.offset : slice_.offset + slice_.numel]

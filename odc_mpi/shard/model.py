@@ -93,7 +93,11 @@ class ShardedModel:
         self._phase = StepPhase.COMPLETE  # construction ends with the first `publish()`
         self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(
-            parameters_by_unit, transport.group.size, dtypes or {}, transport.group.num_islands
+            parameters_by_unit,
+            transport.group.size,
+            dtypes or {},
+            transport.parameters.dtype,
+            transport.group.num_islands,
         )
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
         self._resources = ExitStack()

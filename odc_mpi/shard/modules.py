@@ -55,7 +55,7 @@ def check_not_sharded(module: nn.Module) -> None:
 
 
 class Placeholders:
-    """NaN-filled placeholders for sharded parameters, with checks that they are neither optimized nor saved.
+    """Placeholders for sharded parameters, filled with NaN (bytes: 0), which are neither to be optimized nor saved.
 
     Construction replaces the `_parameters` of all modules in `names` with `OnDemandParameters`, and makes their
     `state_dict()` raise RuntimeError. The original parameters must not be optimized either, and are not kept alive.
@@ -77,10 +77,12 @@ class Placeholders:
                 if name in self._tensors:
                     continue  # tied parameters share a placeholder, just as they shared a parameter
                 original, unit = cast(nn.Parameter, submodule._parameters[key]), unit_of[name]
-                dtype = transport.parameters.dtype_of(unit.indices[unit.ranges[name][0]])
+                i, range_ = unit.ranges[name]
+                dtype = range_.spec.dtype or transport.parameters.dtype_of(unit.indices[i])
+                value = torch.nan if dtype.is_floating_point else 0
                 # Expanded, so that it takes the memory of a single element.
-                nan = torch.full((), torch.nan, dtype=dtype, device=transport.device).expand(original.shape)
-                self._tensors[name] = nn.Parameter(nan, requires_grad=original.requires_grad)
+                filled = torch.full((), value, dtype=dtype, device=transport.device).expand(original.shape)
+                self._tensors[name] = nn.Parameter(filled, requires_grad=original.requires_grad)
                 self._trained[name] = original.requires_grad
                 for parameter in (original, self._tensors[name]):
                     self._by_id[id(parameter)] = name, weakref.ref(parameter)

@@ -22,10 +22,15 @@ NamesByModule = dict[nn.Module, dict[str, str]]
 ParametersByUnit = dict[str, dict[str, nn.Parameter]]
 
 
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Return True for floating-point parameters, and for frozen bytes, which quantized weights are stored in."""
+    return parameter.is_floating_point() or (parameter.dtype is torch.uint8 and not parameter.requires_grad)
+
+
 def partition(
     module: nn.Module, units: Iterable[UnitChoice] | None
 ) -> tuple[ParametersByUnit, NamesByModule, dict[str, str]]:
-    """Divide a module's floating-point parameters into units.
+    """Divide the parameters of a module that are sharded (`is_sharded`) into units.
 
     Args:
         units: Classes, class names or instances of submodules. None selects the classes in `module._no_split_modules`.
@@ -48,7 +53,7 @@ def partition(
         parent = innermost.get(prefix.rpartition(".")[0], "")
         unit_name = innermost[prefix] = unit_names.get(submodule, parent)
         for key, parameter in submodule._parameters.items():
-            if parameter is None or not parameter.is_floating_point():
+            if parameter is None or not is_sharded(parameter):
                 continue
             full_name = f"{prefix}.{key}" if prefix else key
             name = first_names.setdefault(parameter, full_name)
@@ -75,7 +80,7 @@ def check_shardable(module: nn.Module, *, has_weights: bool) -> None:
             raise ValueError(
                 f"{name}: expected no max_norm, because the weights that it changes are copies of the shards"
             )
-    missing = next((name for name, p in module.named_parameters() if p.is_floating_point() and p.is_meta), None)
+    missing = next((name for name, p in module.named_parameters() if is_sharded(p) and p.is_meta), None)
     if missing and not has_weights:
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
 
@@ -98,20 +103,27 @@ def describe_tensors(
 
 
 def make_units(
-    parameters_by_unit: ParametersByUnit, num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
+    parameters_by_unit: ParametersByUnit,
+    num_owners: int,
+    dtypes: Mapping[str, torch.dtype],
+    dtype: torch.dtype,
+    num_islands: int = 1,
 ) -> tuple[list[Unit], list[FlatLayout]]:
     """Create units and layouts of their flat arrays, divided among `num_owners` ranks on `num_islands` islands.
 
-    A unit's parameters are divided among arrays by dtype and by whether they are trainable, with trainable ones first.
-    `dtypes` contains, by dotted name, the dtypes that differ from that of the parameter store.
+    A unit has an array for its trainable parameters of each dtype, followed by one for all of its frozen parameters.
+    `dtypes` contains, by dotted name, the dtypes that differ from `dtype`, that of the parameter store.
     """
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for unit_name, part in parameters_by_unit.items():
         arrays: dict[tuple[bool, str], list[ParameterSpec]] = {}
+        mixed = len({dtypes.get(name) for name, parameter in part.items() if not parameter.requires_grad}) > 1
         for name, parameter in part.items():
-            spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, dtypes.get(name))
-            arrays.setdefault((not spec.requires_grad, str(spec.dtype)), []).append(spec)
+            is_frozen = not parameter.requires_grad
+            stored = dtypes.get(name, dtype if is_frozen and mixed else None)
+            spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, stored)
+            arrays.setdefault((is_frozen, "" if is_frozen else str(stored)), []).append(spec)
         first = len(layouts)
         for _, specs in sorted(arrays.items()):
             layouts.append(FlatLayout.build(unit_name or "(root)", specs, num_owners, num_islands))
@@ -148,9 +160,9 @@ def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> di
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dotted name and value of each tensor that is not sharded: buffers and integer parameters."""
+    """Yield the dotted name and value of each tensor that is not sharded: buffers and most integer parameters."""
     yield from module.named_buffers()
-    yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
+    yield from ((name, p) for name, p in module.named_parameters() if not is_sharded(p))
 
 
 def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.context_parallel_attention import attention_shape
 from odc_mpi.models.heads import CAUSAL_LM, Task
 from odc_mpi.models.load import find_checkpoint, load_start
+from odc_mpi.models.quantization.quantize import quantize
 from odc_mpi.training.recipes import names_for, recipe_of
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
@@ -225,7 +226,11 @@ def _find_tokenizer(path: Path) -> Any:
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:
     if config.lora.r is None:
+        if meta_model.quantization:
+            raise UserError("model.path: the weights are quantized, so only adapters can be trained: set lora.r")
         return meta_model
+    if meta_model.quantization and config.model.compile:
+        raise UserError("model.compile: expected false, because the weights in model.path are quantized, got true")
     # Imported late: peft takes a second.
     from odc_mpi.models.adapters.add import add_adapters
 
@@ -244,6 +249,11 @@ def build_model(
 ) -> models.MetaModel:
     """Build the model on the meta device, without adapters. If it has any, each rank verifies a share of their base."""
     if config.path is not None:
-        return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)
-    assert config.config is not None, "config.load requires one of model.path and model.config"
-    return models.from_config(config.config, seed, config.attn_implementation, task)
+        model = load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)
+    else:
+        assert config.config is not None, "config.load requires one of model.path and model.config"
+        model = models.from_config(config.config, seed, config.attn_implementation, task)
+    # A base that this run's adapters started from is quantized as before.
+    if config.load_in_4bit and not (model.checkpoint and model.quantization):
+        return quantize(model, vars(config), getattr(torch, config.param_dtype))
+    return model

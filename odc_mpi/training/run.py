@@ -43,6 +43,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
+from odc_mpi.models.quantization.quantize import share_reads
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.metrics import Metric
@@ -250,6 +251,7 @@ def _shard(context: RunContext) -> ShardedModel:
 
         world.run_on_all(lambda: compile_layers(inputs.model.module))
     weights = inputs.model.weights
+    share_reads(inputs.model.base, world)
     if resume_point:
         continues = resume_point.continues_island(context.part)
         weights = DeferredErrorWeights(resume_point.checkpoint, weights, continues=continues)

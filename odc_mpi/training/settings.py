@@ -64,6 +64,9 @@ _CONTEXT_PARALLEL_CONFLICTS = Conflicts(
         "model.compile": ((False,), "the attention of chunks reads keys and values from other ranks"),
     },
 )
+QUANTIZATION_CONFLICTS = Conflicts(
+    "model.load_in_4bit", bool, {"model.compile": ((False,), "weights are dequantized outside of compiled kernels")}
+)
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SHARE = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -92,6 +95,11 @@ class ModelConfig:
         Literal["auto"] | bool, "recompute activations in the backward pass; auto: on GPUs, without adapters"
     ] = "auto"
     compile: Annotated[bool, "compile each layer with torch.compile; docs/gpu.md"] = False
+    load_in_4bit: Annotated[bool, "with lora.r: quantize the frozen linear layers with bitsandbytes; docs/lora.md"] = (
+        False
+    )
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], "load_in_4bit: code of the weights"] = "nf4"
+    bnb_4bit_use_double_quant: Annotated[bool, "load_in_4bit: quantize the scales of the weights, too"] = True
 
 
 @dataclass(frozen=True)
@@ -318,7 +326,7 @@ def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
 def _conflicts(recipe: Recipe) -> list[Conflicts]:
     """Return all combinations of settings that a run with this recipe does not support."""
     exact = Conflicts("run.exact", bool, {**_ALLOWED_IF_EXACT, **recipe.allowed_if_exact})
-    return [recipe.conflicts, ISLAND_CONFLICTS, exact, _CONTEXT_PARALLEL_CONFLICTS]
+    return [recipe.conflicts, ISLAND_CONFLICTS, exact, _CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS]
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:
@@ -341,6 +349,8 @@ def _check_together(values: dict[str, Any], source: str) -> None:
             recipe.check(values, source)
     check_islands(values, source)
     if values.get("lora.r") is None:
+        if values.get("model.load_in_4bit"):
+            raise UserError(f"{source}: model.load_in_4bit requires lora.r: 4-bit weights are frozen, adapters train")
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != all_settings()[key].default for key in present):
             raise UserError(f"{source}: {present[0]} requires lora.r: set lora.r, the rank of the adapters")

@@ -102,5 +102,5 @@ def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
 
 
 def test_trainable_and_frozen_do_not_mix() -> None:
-    with pytest.raises(AssertionError, match="arrays of their own"):
+    with pytest.raises(AssertionError, match="need two arrays"):
         FlatLayout.build("mixed", [ParameterSpec("a", (1,), True), ParameterSpec("b", (1,), False)], 2)

@@ -63,6 +63,7 @@ def dependencies(config):
     optim = replace(config.optim, device="cpu")
     objective = {name: getattr(config, name, None) for name in ("dpo", "kto", "reward")}
     seen = run.objective, run.seed, run.steps, data.path, data.minibatch_sequences, config.model.path
+    seen += tuple(value for name, value in vars(config.model).items() if "4bit" in name)
     return repr((seen, config.model.config, optim, objective, lora))
 
 
@@ -135,12 +136,14 @@ def training_apart(config, world):
     islands.close()
 
 
-def save_model(world, path, seed=3, max_shard_size="50GB", **changes):
+def save_model(world, path, seed=3, max_shard_size="50GB", in_4_bits=False, **changes):
     """Have rank 0 write a model with new weights; return its directory, which all ranks can read."""
     if world.rank == 0:
         torch.manual_seed(seed)
         config = transformers.AutoConfig.for_model(**QWEN2 | changes)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if in_4_bits:
+            model = torch_reference.in_4_bits(model, path.with_suffix(".float"), torch.float32)
         model.save_pretrained(path, max_shard_size=max_shard_size)
     world.gather_objects(None)
     return path

@@ -26,6 +26,19 @@ def unsharded_model(meta_model, settings):
     return plain
 
 
+def in_4_bits(model, path, dtype, quant_type="nf4", double_quant=True):
+    """The model as transformers quantizes it with bitsandbytes. It is written to `path` first."""
+    model.save_pretrained(path)
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    quantized = type(model).from_pretrained(path, dtype=dtype, quantization_config=settings, device_map="cpu")
+    return quantized.train()  # otherwise it computes with other kernels, which fail for small layers
+
+
 def with_adapters(model, weights, **lora):
     """Add peft's own adapters to a model of transformers, with the initial values of a run."""
     import peft  # takes a second

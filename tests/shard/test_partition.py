@@ -85,7 +85,7 @@ def test_tensors_without_floating_point_do_not_change() -> None:
 def test_arrays_hold_trainable_or_frozen_parameters_of_one_dtype() -> None:
     module = nn.Sequential(Layer(3), Layer(3))
     module[0].linear.bias.requires_grad_(False)
-    (unit,), layouts = make_units(partition(module, None)[0], 1, {"1.linear.bias": torch.bfloat16})
+    (unit,), layouts = make_units(partition(module, None)[0], 1, {"1.linear.bias": torch.bfloat16}, torch.float32)
     names = [[range_.spec.name for range_ in layout.ranges] for layout in layouts]
     assert names == [["0.linear.weight", "1.linear.weight"], ["1.linear.bias"], ["0.linear.bias"]]
     assert [layout.trainable for layout in layouts] == [True, True, False]

@@ -71,7 +71,7 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
         settings = {**settings, "modules_to_save": sorted({*(settings["modules_to_save"] or ()), task.new_head})}
     check_names(module, settings)
     check_layers(module, settings, meta_model.num_layers)
-    for parameter in module.parameters():
+    for parameter in filter(torch.is_floating_point, module.parameters()):
         parameter.data = parameter.data.to(dtype)
     arguments = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
     if settings["target_modules"] == "all-linear" and (routers := find_routers(module)):

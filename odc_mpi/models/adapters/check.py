@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from odc_mpi.errors import UserError
+from odc_mpi.models.quantization.linear import QuantizedLinear
 from odc_mpi.shard.local_shards import WeightSource
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
     """Verify this rank's share of the adapters' base model. `size` is the number of ranks.
 
     `record`, from the checkpoint, describes the base model. It contains `path` (None for random weights), `config`,
-    `seed`, and `sha256`, the digests of the parts. Raises `UserError` if part names or digests differ from the record.
+    `seed`, `quantization` and `sha256`, the digests of the parts. Raises `UserError` if part names or digests differ
+    from the record.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [
@@ -56,9 +58,12 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
 
 def describe_base(record: Mapping[str, Any]) -> str:
     """Return a description of a base model's origin for error messages. For `record`, see `check_base`."""
+    quantization = record.get("quantization") or {}
+    version = quantization.get("bitsandbytes")
+    how = f", quantized by bitsandbytes {version}" if version else ""
     if record["path"] is not None:
-        return f"from {Path(record['path'])}"
-    return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}"
+        return f"from {Path(record['path'])}{how}"
+    return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}{how}"
 
 
 def check_names(module: "transformers.PreTrainedModel", settings: Mapping[str, Any]) -> None:
@@ -99,7 +104,7 @@ def find_routers(module: nn.Module) -> list[str]:
     peft cannot adapt these layers correctly, because they return more than the product of the input and the weight.
     """
     linear = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear))
-    return [name for name, m in linear if type(m).forward is not nn.Linear.forward]
+    return [n for n, m in linear if type(m).forward not in (nn.Linear.forward, QuantizedLinear.forward)]
 
 
 def check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: int) -> None:

@@ -24,6 +24,7 @@ from odc_mpi.models.adapters.add import OPTIONAL_SETTINGS, SETTINGS, add_adapter
 from odc_mpi.models.adapters.check import HashedWeights, check_base, describe_base
 from odc_mpi.models.configuration import first_difference, full_configuration
 from odc_mpi.models.heads import REWARD, prediction_task, set_padding
+from odc_mpi.models.quantization.quantize import quantize
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
@@ -130,6 +131,9 @@ def load_base(
                 f"{checkpoint.directory} is a LoRA adapter: expected a base with {key} {theirs!r}, got {ours!r} in "
                 f"{base_path}: restore its base there, or pass its directory with --base (odc-mpi export, generate)"
             )
+    quantization = record.get("quantization") or {}
+    if "bitsandbytes" in quantization:
+        meta_model = quantize(meta_model, quantization, getattr(torch, quantization["dtype"]))
     check_base(cast(HashedWeights, meta_model.weights), record, rank, size)
     return meta_model
 

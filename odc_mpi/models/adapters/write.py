@@ -23,6 +23,7 @@ from odc_mpi.models.adapters.add import (
 )
 from odc_mpi.models.adapters.read import BASE_CONFIG, CONFIG, load_base
 from odc_mpi.models.build import MetaModel, is_model_directory
+from odc_mpi.models.quantization.quantize import DequantizedWeights, dequantized_shapes
 from odc_mpi.models.weights.conversion import PlacedTensor
 from odc_mpi.shard.local_shards import WeightSource
 
@@ -69,9 +70,9 @@ class MergedWeights(WeightSource):
     """
 
     def __init__(self, checkpoint: Checkpoint, base: MetaModel, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._checkpoint, self._base, self._buffers = checkpoint, base.weights, buffers
+        self._checkpoint, self._base, self._buffers = checkpoint, DequantizedWeights(base), buffers
         self._replaced = {base_name(name): name for name in _trained(checkpoint) if not is_adapter(name)}
-        self._shapes = {name: parameter.shape for name, parameter in base.module.named_parameters()}
+        self._shapes = dequantized_shapes(base.module)
         self._module = add_adapters(base, checkpoint.manifest.metadata["adapter"], 0, torch.float32).module
         self._layers = adapted_layers(self._module)
         self._merged: tuple[str, torch.Tensor] | None = None

@@ -16,6 +16,8 @@ from typing_extensions import override
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.models.adapters.check import HashedWeights
+from odc_mpi.models.quantization.linear import SCALES
+from odc_mpi.models.quantization.stored import StoredScales, StoredTensors
 from odc_mpi.models.quirks.composite import Composite
 from odc_mpi.models.weights.conversion import PlacedTensor, loaded_tensors
 from odc_mpi.shard.local_shards import WeightSource
@@ -51,7 +53,8 @@ class SafetensorsWeights(HashedWeights):
         self._path = path
         self._new: dict[str, WeightSource] = {}
         self._copies: dict[str, list[PlacedTensor]] = {}  # of tied parameters, which some files store twice
-        self.files = _StoredTensors(path)
+        self.files = DirectoryTensors(path)
+        scales = StoredScales(self.files, module)
         names = composite.names(module) if composite else {name: name for name in module.state_dict()}
         stored = {name: partial(self.files.placed, name) for name in self.files.file_of}
         loaded = loaded_tensors(composite.module if composite else module, stored, set(names.values()))
@@ -64,9 +67,11 @@ class SafetensorsWeights(HashedWeights):
             if placed_aliases:
                 self._placed[name], *self._copies[name] = placed_aliases
                 for placed in placed_aliases:
-                    self._check(name, placed, parameter.shape)
+                    self._check(name, placed, parameter)
                 if self._copies[name]:
                     self.read(name, 0, parameter.shape[-1])  # all ranks compare this row; later each only its slice
+            elif name.endswith(f".{SCALES}"):
+                self._new[name] = scales
             elif new is not None and new_head and name.startswith(f"{new_head}."):
                 self._new[name] = new
             else:
@@ -118,11 +123,12 @@ class SafetensorsWeights(HashedWeights):
             if name in self._placed:
                 buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
 
-    def _check(self, name: str, placed: PlacedTensor, shape: torch.Size) -> None:
+    def _check(self, name: str, placed: PlacedTensor, parameter: nn.Parameter) -> None:
+        shape, expected = parameter.shape, _FLOATS if parameter.is_floating_point() else ("U8",)
         for region in placed.regions:
-            if (dtype := self.files.dtype(region.source)) not in _FLOATS:
+            if (dtype := self.files.dtype(region.source)) not in expected:
                 raise UserError(
-                    f"model.path: {self._path} stores {name} as {dtype}, expected one of {', '.join(_FLOATS)}: "
+                    f"model.path: {self._path} stores {name} as {dtype}, expected one of {', '.join(expected)}: "
                     "quantized weights cannot be trained"
                 )
         if placed.shape != shape:
@@ -132,7 +138,7 @@ class SafetensorsWeights(HashedWeights):
             )
 
 
-class _StoredTensors(WeightSource):
+class DirectoryTensors(StoredTensors):
     """Source of the tensors in a directory, by their stored names. A file is opened when one of its tensors is used."""
 
     def __init__(self, path: Path) -> None:
@@ -149,6 +155,10 @@ class _StoredTensors(WeightSource):
         first = start // row_numel
         rows = stored[first : -(-stop // row_numel)] if shape else stored[...]
         return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
+
+    @override
+    def whole(self, name: str) -> torch.Tensor:
+        return self.read(name, 0, self.placed(name).numel())
 
     def placed(self, name: str) -> PlacedTensor:
         """Return a placed tensor that is identical to a stored tensor."""

@@ -115,11 +115,12 @@ class Unit:
         if name not in self._aliases:
             i, range_ = self.ranges[name]
             array, shape = self.arrays[i], range_.spec.shape
-            start = int(array.storage_offset()) + range_.start
+            dtype = range_.spec.dtype or array.dtype
+            start = (int(array.storage_offset()) + range_.start) // range_.width
             # Inference tensors have no version counter.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 contiguous = torch.empty(shape, device="meta").stride()
-                full = self.as_strided(i, array.dtype, start, shape, contiguous)
+                full = self.as_strided(i, dtype, start, shape, contiguous)
             self._aliases[name] = full, full._version
         return self._aliases[name][0].detach()
 

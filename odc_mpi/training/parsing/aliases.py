@@ -13,6 +13,8 @@ ALIASES = {
     **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "model.param_dtype"),
     "activation_checkpointing": "model.gradient_checkpointing",
     "torch_compile": "model.compile",
+    "load_in_4bit": "model.load_in_4bit",
+    "use_bnb_nested_quant": "model.bnb_4bit_use_double_quant",
     **{f"lora_{name}": f"lora.{name}" for name in ("r", "alpha", "dropout", "target_modules", "target_parameters")},
     "lora_modules_to_save": "lora.modules_to_save",
     **dict.fromkeys(("lora_layers_to_transform", "peft_layers_to_transform"), "lora.layers_to_transform"),
@@ -139,8 +141,10 @@ not supported: code of models is never run
     trust_remote_code
 not needed: sequences are read from the HDF5 file as they are used
     dataloader_\w+
-not supported: the base of adapters is not quantized
-    load_in_[48]bit|(use_)?bnb_\w+|(model_)?quantization\w*|gptq\w*|qat
+set model.load_in_4bit and model.bnb_4bit_quant_type; products are computed in model.param_dtype
+    bnb_4bit_\w+|(model_)?quantization_config
+not supported: bases are quantized to 4 bits by bitsandbytes only, with model.load_in_4bit
+    load_in_8bit|bnb_\w+|(model_)?quantization\w*|gptq\w*|qat
 set lora.r; all linear layers get adapters by default
     adapter|peft_config|use_peft|lora_target_linear|peft_\w+
 not needed: set lora.target_modules and lora.layers_to_transform

@@ -232,7 +232,12 @@ def _adapter_metadata(
     path = config.model.path
     if path and Path(path).exists():  # not a name on the Hub
         path = str(Path(path).absolute())  # commands on the checkpoint may run in another directory
-    reference = {"path": path, "config": config.model.config, "seed": config.run.seed}
+    reference = {
+        "path": path,
+        "config": config.model.config,
+        "seed": config.run.seed,
+        "quantization": model.quantization,
+    }
     return {"adapter": model.adapter, "base": {**reference, "sha256": dict(sorted(digests.items()))}}
 
 

@@ -24,6 +24,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.families import trial_inputs
+from odc_mpi.models.quantization.linear import hidden_numel
 from odc_mpi.models.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes, peak_resident_bytes
 from odc_mpi.runtime.world import World
@@ -113,7 +114,8 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
     num, steps = len(inputs.dataset), config.run.steps
     epochs = inputs.loader.num_epochs(steps)
-    num_parameters = sum(parameter.numel() for parameter in inputs.model.module.parameters())
+    module = inputs.model.module
+    num_parameters = sum(parameter.numel() for parameter in module.parameters()) + hidden_numel(module)
     lines = [
         f"ranks   {num_ranks}",
         f"model   {type(inputs.model.module).__name__}, {num_parameters:,} parameters, {config.model.param_dtype}",
@@ -225,7 +227,7 @@ class _Sizes:
     def from_config(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
         dtype = getattr(torch, config.model.param_dtype)
         default, dtypes = dtypes_by_parameter(model.module) if model.adapter else (dtype, {})
-        units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes)
+        units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes, default)
         itemsize = 8 if config.model.reduce_dtype == "fixed64" else 4
         numels = [sum(x.numel for x in unit.layouts if x.trainable) for unit in units]
         trained = [x for x in layouts if x.trainable]

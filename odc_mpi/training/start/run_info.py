@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
 from odc_mpi.formatting import truncate_text
+from odc_mpi.models.quantization.linear import hidden_numel
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.metrics import DETAILS, MACHINE, Metric
 from odc_mpi.probe.decision import Decision
@@ -36,6 +37,8 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
         trainable = f"{num_trainable:,} of {num_parameters:,} parameters trainable ({share:.1%})"
     if config.lora.r is not None:
         trainable += f", LoRA r={config.lora.r}"
+    if quantization := inputs.model.quantization:
+        trainable += f" over 4-bit weights ({quantization['bnb_4bit_quant_type']})"
     # Printed in advance: if a rank is killed, the launcher ends the others before they can print anything.
     every = config.run.checkpoint_every
     saved = f"saved every {every} steps, from where the same command resumes" if every else "saved after the last step"
@@ -121,7 +124,8 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:
     """Return the number of elements in the trainable (True), frozen (False) or all (None) parameters."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
-    return sum(parameter.spec.numel for layout in layouts for parameter in layout.ranges)
+    count = sum(parameter.spec.numel for layout in layouts for parameter in layout.ranges)
+    return count if trainable else count + hidden_numel(model.module)
 
 
 @dataclass

@@ -57,6 +57,8 @@ QWEN3 = {"model__config__model_type": "qwen3_moe", "model__config__num_experts":
          "lora__target_parameters": "[mlp.experts.gate_up_proj,mlp.experts.down_proj,mlp.gate.weight]"}  # fmt: skip
 GRANITE = {**MIXTRAL, "model__config__model_type": "granitemoe", "lora__target_modules": "[]",
            "lora__target_parameters": "[experts.gate_up_proj]"}  # fmt: skip
+# On CPUs, bitsandbytes 0.50 dequantizes rows wrongly that are no multiple of 64.
+IN_4_BITS = {"model__load_in_4bit": "true", "model__config__hidden_size": 64, "model__config__intermediate_size": 128}
 SAME = {**PEFT, "data__balance": "lb_mini", "optim__lr_scheduler_type": "constant", "microbatches": True}
 ADAPTERS = [
     row("all linear", 3, **PEFT, data__balance="lb_mini", **UNTIED),
@@ -71,6 +73,11 @@ ADAPTERS = [
     row("mixtral, all linear", 2, num_trained=3 * (4 + 3) * 2, **EXPERT, **MIXTRAL),
     row("qwen3 with router", 3, num_trained=(3 + 2 * 3) * 2, **EXPERT, **QWEN3, **NO_CACHE),
     row("granite, recomputed", 2, num_trained=6, **EXPERT | GRANITE | NO_CACHE, **CHECKPOINTING),
+    row("4 bits", 1, 2, 3, **PEFT | IN_4_BITS, data__balance="lb_mini"),
+    row("4 bits, recomputed", 2, **PEFT | IN_4_BITS, **NO_CACHE, **CHECKPOINTING, model__bnb_4bit_quant_type="fp4",
+        model__bnb_4bit_use_double_quant="false"),
+    row("4 bits, bf16", 3, **SAME | IN_4_BITS | {"loss": 1e-3, "close": None}, model__param_dtype="bfloat16"),
+    row("stored in 4 bits", 2, **PEFT | {"model__path": "in_4_bits"}, comm__zero_copy="off", comm__prefetch=2),
     row("one layer", 3, num_trained=4, **EXPERT,
         lora__target_modules="[q_proj,v_proj]", lora__layers_to_transform="[2]"),
 ]  # fmt: skip
@@ -216,10 +223,14 @@ EXACT = [
     row("kto, adapters", 3, objective="kto", way=TICKETS, **PREFERENCE, **LORA),
     row("reward", 3, objective="reward", way=TICKETS, **PREFERENCE),
     row("reward, adapters", 2, objective="reward", way=TICKETS, **PREFERENCE, **LORA),
+    row("4 bits", 2, 3, way=COPIED, **USUAL, **LORA, **IN_4_BITS),
+    row("4 bits, islands, bf16", 2, way=PREFETCHED | {"islands__by": 1}, **USUAL, **LORA, **IN_4_BITS, **BF16),
+    row("4 bits, reward", 2, objective="reward", way=TICKETS, **PREFERENCE, **LORA, **IN_4_BITS),
     row("dapo", 2, **GRPO, run__eval_every=2),
     row("grpo", 3, **GRPO | {"rl__loss_type": "grpo"}, rl__beta=0.1, rl__scale_rewards="none"),
     row("dr_grpo", 3, **GRPO | {"rl__loss_type": "dr_grpo"}, **BF16, rl__mask_truncated_completions="true"),
     row("dapo, adapters", 2, **GRPO, **LORA, rl__beta=0.1),
+    row("dapo, 4 bits", 2, **GRPO, **LORA, **IN_4_BITS, rl__beta=0.1),
     row("dapo, nothing stored", 3, using=(at.slow_rollouts,), **GRPO | {"way": NOT_STORED}),
     row("dapo, little stored", 2, using=(at.slow_rollouts,), **GRPO | {"way": LITTLE_STORED}),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import tempfile
 
 import diloco_reference
 import torch
@@ -49,7 +50,8 @@ def _first_model(config):
     if not config.model.path:
         return torch_reference.initial_model(config)
     kind = transformers.AutoModelForCausalLM
-    return kind.from_pretrained(config.model.path, attn_implementation="sdpa", **config.model.config or {})
+    model = kind.from_pretrained(config.model.path, attn_implementation="sdpa", **config.model.config or {})
+    return model.train()  # as in `torch_reference.in_4_bits`
 
 
 def _loss_with_routers(module, dataset, indices):
@@ -60,9 +62,13 @@ def _loss_with_routers(module, dataset, indices):
 
 def peft_model(config, inputs, attention="sdpa"):
     """peft's own model on one process, with the same first values."""
-    model = torch_reference.initial_model(config)
-    for parameter in model.parameters():  # `to` would round rotary frequencies, too
-        parameter.data = parameter.to(getattr(torch, config.model.param_dtype))
+    model, dtype = _first_model(config), getattr(torch, config.model.param_dtype)
+    for parameter in filter(torch.is_floating_point, model.parameters()):  # `to` would round rotary frequencies, too
+        parameter.data = parameter.to(dtype)
+    if config.model.load_in_4bit:
+        with tempfile.TemporaryDirectory() as path:
+            settings = config.model.bnb_4bit_quant_type, config.model.bnb_4bit_use_double_quant
+            model = torch_reference.in_4_bits(model, path, dtype, *settings)
     model.set_attn_implementation(attention)
     lora = dict(vars(config.lora))
     settings = {f"lora_{name}": lora.pop(name) for name in ("alpha", "dropout")}
