@@ -104,11 +104,15 @@ def shard_model(
         islands.close()
         islands = None
     sharing = islands.island if islands else world
+    is_possible = not islands and chosen.zero_copy != "off" and not decision.windows_on_device
+    chosen = _with_frozen_scope(world, module, chosen, is_possible=is_possible)
     if sharing.num_nodes > 1:
         on_host = chosen
         if computing is not None:  # the caches of a rank are in GPU memory
             on_host = replace(chosen, parameter_cache_bytes="auto", gradient_cache_bytes="auto")
-        fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, on_host)
+        cached = [p for p in module.parameters() if p.requires_grad or chosen.frozen_scope == "world"]
+        num_bytes = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in cached)
+        fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, on_host, num_bytes)
         wants_cache = chosen.node_cache != "off" and (fits or sharing.local_size == 1)
         # Not over `world`: if islands are not aligned with nodes, some islands span several nodes and others do not.
         chosen = replace(chosen, node_cache="auto" if all(sharing.gather_objects(wants_cache)) else "off")
@@ -205,6 +209,24 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
     return free - num_ranks * state_bytes, num_ranks
 
 
+def _with_frozen_scope(world: World, module: nn.Module, comm: CommConfig, *, is_possible: bool) -> CommConfig:
+    """Return the settings with "node" or "world" as `frozen_scope`. Collective.
+
+    "auto" is "node" if the frozen parameters take at most the part of each node's memory that is meant for caches.
+    """
+    num_bytes = sum(p.numel() * p.itemsize for p in module.parameters() if not p.requires_grad)
+    if comm.frozen_scope == "world" or world.num_nodes == 1 or not num_bytes:
+        return replace(comm, frozen_scope="world")
+    if not is_possible and comm.frozen_scope == "node":
+        raise AllRanksUserError(
+            "comm.frozen_scope: node requires zero-copy, no islands, and windows in host memory: set it to auto"
+        )
+    shm_bytes, budget = free_shm_bytes(), replace(comm, parameter_cache_bytes="auto")
+    fits = node_cache_fits(num_bytes, available_bytes(), world.local_size, budget)
+    fits = all(world.gather_objects(fits and (shm_bytes is None or num_bytes <= shm_bytes // 2)))
+    return replace(comm, frozen_scope="node" if comm.frozen_scope == "node" or (is_possible and fits) else "world")
+
+
 def _fits_node_cache(
     world: World,
     sharing: World,
@@ -212,14 +234,14 @@ def _fits_node_cache(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype,
     comm: CommConfig,
+    num_bytes: int,
 ) -> bool:
-    """Return True if this node has memory for full copies of the model in addition to its shards.
+    """Return True if this node has memory for full copies, of `num_bytes`, in addition to the shards of the model.
 
     `sharing` contains the ranks of `world` that shard the model: all, or those of an island. `param_dtype` is the dtype
     of all parameters; None if each keeps its own.
     """
     inbox_bytes = comm.mailbox_bytes if comm.reduction == "mailbox" else 0
-    num_bytes = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in module.parameters())
     # Ranks of other islands on this node take as much memory per rank as those of this island.
     num_bytes = num_bytes * world.local_size // sharing.local_size
     # Not allocated yet: the windows of this node, its optimizer states, and fp32 copies of narrow parameters.

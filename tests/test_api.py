@@ -20,5 +20,5 @@ def test_a_node_cache_leaves_room_for_ranks_of_other_islands_on_its_node(monkeyp
         room = num_copies * model_bytes + num_ranks * shard_bytes - missing
         monkeypatch.setattr(api, "free_shm_bytes", lambda room=room: room)
         node = SimpleNamespace(local_size=num_ranks)
-        fits = api._fits_node_cache(node, island, module, None, torch.float32, CommConfig())
+        fits = api._fits_node_cache(node, island, module, None, torch.float32, CommConfig(), model_bytes)
         assert fits is not bool(missing)

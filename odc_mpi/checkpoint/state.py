@@ -135,11 +135,17 @@ class TrainingState:
         """Map the name of each parameter to the start and stop of this rank's slice."""
         return {part.spec.name: (part.start, part.stop) for part, _ in self._model.slices()}
 
+    @cached_property
+    def _of_other_nodes(self) -> set[str]:
+        """Frozen parameters that the ranks of the first node save, which have all of them, as this node has."""
+        layouts = [layout for layout in self._model.layouts if layout.node_ranks and 0 not in layout.node_ranks]
+        return {parameter.spec.name for layout in layouts for parameter in layout.ranges}
+
     def _model_ranges(self) -> Iterator[TensorRange]:
         replaced = self._tensors().get(MODEL, {})
         for tensor_slice, tensor in self._model.slices():
             spec = tensor_slice.spec
-            if spec.requires_grad or not self._omit_frozen_base:
+            if spec.requires_grad or not (self._omit_frozen_base or spec.name in self._of_other_nodes):
                 yield TensorRange(
                     f"{MODEL}/{spec.name}", replaced.get(spec.name, tensor), tensor_slice.start, spec.shape
                 )

@@ -28,6 +28,7 @@ from odc_mpi.comm.settings import CommConfig
 from odc_mpi.comm.transport import ParameterStore, Transport
 from odc_mpi.comm.windows.device_window import DeviceWindow, MappedDeviceWindow
 from odc_mpi.comm.windows.node_cache import NodeCache
+from odc_mpi.comm.windows.node_scope import NodeScope
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, SharedWindow, Window
 from odc_mpi.runtime.library import has_thread_multiple
@@ -50,7 +51,8 @@ def window_transport(
         comm: Settings, of which "auto" means: zero-copy on, a node cache, MPI_Accumulate, no progress thread. Zero-copy
             and the node cache do not apply to a device. A node cache requires zero-copy, `CAN_DETACH_STORAGE`, and a
             world or island that spans several nodes, with several of its ranks on this node; `node_cache` may differ
-            between islands. The reduction must be "mailbox" if `mapped` is True.
+            between islands. The reduction must be "mailbox" if `mapped` is True. `frozen_scope` is "node" or "world"
+            ("auto": world), and only the latter with a device or islands.
         device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
         mapped: If True, the ranks are on one node and map each other's device memory. Requires `device`.
         islands: Islands of `world`, each of which shards the arrays among its own ranks. Requires `device=None`.
@@ -85,6 +87,11 @@ def window_transport(
     if shares and sharing.num_nodes > 1 and sharing.local_size > 1:
         cache = NodeCache(parameters)
         transport = replace(transport, parameters=cache, node_cache=cache, storages=(*transport.storages, cache))
+    if comm.frozen_scope == "node" and sharing.num_nodes > 1:
+        owners = tuple(world.node_ranks)
+        cached = [transport.node_cache] if transport.node_cache else []
+        scoped = NodeScope(world, transport.parameters, [parameters, *cached])
+        transport = replace(transport, parameters=scoped, storages=(scoped, gradients), frozen_owners=owners)
     if islands:
         exchange = IslandExchange(islands, parameters, gradients, gradient_store(islands.column))
         transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
@@ -107,7 +114,8 @@ def staged(inner: Transport, device: Device) -> Transport:
 
     `inner` must come from `window_transport` with `device=None`, and must not have been allocated yet.
     """
-    kind: Callable[..., ParameterStore] = StagedParameters if inner.node_cache else StagedWindowParameters
+    in_windows = not (inner.node_cache or inner.frozen_owners)
+    kind: Callable[..., ParameterStore] = StagedWindowParameters if in_windows else StagedParameters
     pinned = PinnedMemory(inner.storages, device)
     return replace(
         inner,

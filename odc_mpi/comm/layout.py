@@ -86,6 +86,7 @@ class FlatLayout:
         num_owners: Number of ranks. Without islands, rank r owns elements `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Number of elements per shard. The last shards may extend beyond `numel` or begin after it.
         num_islands: Number of islands, each with `num_owners / num_islands` consecutive ranks.
+        node_ranks: The owners, if these are the ranks of this node, each of which has the whole array.
     """
 
     name: str
@@ -96,9 +97,17 @@ class FlatLayout:
     trainable: bool
     dtype: torch.dtype | None = None
     num_islands: int = 1
+    node_ranks: tuple[int, ...] | None = None
 
     @classmethod
-    def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int, num_islands: int = 1) -> "FlatLayout":
+    def build(
+        cls,
+        name: str,
+        specs: Sequence[ParameterSpec],
+        num_owners: int,
+        num_islands: int = 1,
+        node_ranks: tuple[int, ...] | None = None,
+    ) -> "FlatLayout":
         """Create the layout of a flat array that holds the given parameters and is divided among `num_owners` ranks.
 
         Either all or none of them must be trainable. Frozen parameters of different dtypes, none of which is None, get
@@ -115,8 +124,11 @@ class FlatLayout:
             ranges.append(ParameterRange(spec, start, width))
             start = _align(ranges[-1].stop)
         numel = ranges[-1].stop
+        num_owners = len(node_ranks) if node_ranks else num_owners
         shard_numel = _align(max(1, -(-numel // num_owners)))
-        return cls(name, tuple(ranges), numel, num_owners, shard_numel, first.requires_grad, dtype, num_islands)
+        return cls(
+            name, tuple(ranges), numel, num_owners, shard_numel, first.requires_grad, dtype, num_islands, node_ranks
+        )
 
     @property
     def island_layout(self) -> "FlatLayout":
@@ -130,6 +142,8 @@ class FlatLayout:
 
     def owned(self, rank: int) -> tuple[int, int]:
         """Return the range `(start, stop)` of elements that a rank owns, which may be empty."""
+        if self.node_ranks:
+            rank = self.node_ranks.index(rank)
         island, local_rank = divmod(rank, self.num_owners // self.num_islands)
         start = min((local_rank * self.num_islands + island) * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
@@ -151,6 +165,8 @@ class FlatLayout:
         shards = range(parameter.start // numel, -(-parameter.stop // numel)) if parameter.spec.numel else ()
         island_size = self.num_owners // self.num_islands
         ranks = (shard % self.num_islands * island_size + shard // self.num_islands for shard in shards)
+        if self.node_ranks:
+            ranks = (self.node_ranks[shard] for shard in shards)
         bounds = [(rank, *self.owned(rank)) for rank in ranks]
         return tuple(
             (

@@ -16,6 +16,9 @@ class CommConfig:
     mailbox_bytes: Annotated[Size, "mailbox: bytes per rank for gradients sent to it", ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[Literal["auto", "off"], "read parameters of ranks on the same node without a copy"] = "auto"
     node_cache: Annotated[Literal["auto", "off"], "fetch from other nodes once for all ranks of a node"] = "auto"
+    frozen_scope: Annotated[
+        Literal["auto", "node", "world"], "ranks among which frozen parameters are divided; auto: node if they fit"
+    ] = "auto"
     progress: Annotated[Literal["auto", "off", "thread"], "thread that makes MPI progress while this rank computes"] = (
         "auto"
     )

@@ -26,7 +26,8 @@ class TrafficCounter:
 
     def add_fetch(self, index: int) -> None:
         """Count the bytes that a fetch of array `index` transfers from other ranks."""
-        if self._transport.parameters.transfers:
+        parameters = self._transport.parameters
+        if parameters.transfers and not parameters.layouts[index].node_ranks:
             self._bytes[0] += self._bytes_of(index)
 
     def add_push(self, index: int, start: int, stop: int) -> None:

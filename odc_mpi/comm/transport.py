@@ -79,9 +79,8 @@ class ParameterStore(ABC):
         """Return the dtype of array `index`."""
         return self.layouts[index].dtype or self.dtype
 
-    @property
-    def uses_buffers(self) -> bool:
-        """True if a fetched array occupies a buffer of this rank, which is reused after the release."""
+    def uses_buffer(self, index: int) -> bool:
+        """Return True if the fetched array occupies a buffer of this rank, which is reused after the release."""
         return self.transfers and not self.stays_valid
 
     @property
@@ -113,7 +112,7 @@ class ParameterStore(ABC):
     def acquire_buffer(self, index: int) -> torch.Tensor:
         """Return memory for `start_fetch`, `[numel]` of `dtype_of(index)`. Call this method on the computing thread.
 
-        This is a buffer with its event recorded, or a view that will contain the array if `uses_buffers` is False.
+        This is a buffer with its event recorded, or a view that will contain the array if `uses_buffer` is False.
         """
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
@@ -226,6 +225,7 @@ class Transport:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
         node_cache: Parameter cache shared by the node's ranks, also one of the `storages`. None without a cache.
         exchange: Exchange between islands, which is also one of the `storages`. None without islands.
+        frozen_owners: Ranks of this node, if its frozen arrays are divided among them. None if among all ranks.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if threads may fetch while one thread pushes, False if only the computing thread may do so.
     """
@@ -237,6 +237,7 @@ class Transport:
     _: KW_ONLY
     node_cache: "NodeCache | None" = None
     exchange: "IslandExchange | None" = None
+    frozen_owners: tuple[int, ...] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     thread_safe: bool = True
     _is_open: bool = field(default=False, init=False)

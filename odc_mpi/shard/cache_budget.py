@@ -74,10 +74,12 @@ class CacheNeeds:
     def measure(cls, units: Sequence[Unit], transport: Transport) -> "CacheNeeds":
         """Compute the cache needs of a model that consists of `units` (groups of parameters) and uses `transport`."""
         parameters, gradients = transport.parameters, transport.gradients
-        unit_bytes, array_bytes = [], []
-        if parameters.uses_buffers:
-            arrays = [zip(unit.indices, unit.layouts, strict=True) for unit in units if not unit.is_root]
-            unit_bytes = [sum(layout.numel * parameters.dtype_of(i).itemsize for i, layout in each) for each in arrays]
+        array_bytes = []
+        arrays = [zip(unit.indices, unit.layouts, strict=True) for unit in units if not unit.is_root]
+        unit_bytes = [
+            sum(layout.numel * parameters.dtype_of(i).itemsize for i, layout in each if parameters.uses_buffer(i))
+            for each in arrays
+        ]
         if not gradients.is_local:
             trainable = [layout for unit in units for layout in unit.layouts if layout.trainable]
             array_bytes = [layout.numel * gradients.dtype.itemsize for layout in trainable]

@@ -98,6 +98,7 @@ class ShardedModel:
             dtypes or {},
             transport.parameters.dtype,
             transport.group.num_islands,
+            transport.frozen_owners,
         )
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
         self._resources = ExitStack()
@@ -324,6 +325,12 @@ class ShardedModel:
         """
         not_finite = {index for index, bound in self.gradient_format.bounds().items() if not bound.isfinite()}
         return [unit.name for unit in reversed(self.units) if not_finite & set(unit.indices)]
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Size of all frozen arrays in bytes."""
+        dtype_of = self._transport.parameters.dtype_of
+        return sum(x.numel * dtype_of(i).itemsize for i, x in enumerate(self.layouts) if not x.trainable)
 
     @property
     def num_islands(self) -> int:

@@ -108,8 +108,11 @@ def make_units(
     dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype,
     num_islands: int = 1,
+    node_ranks: tuple[int, ...] | None = None,
 ) -> tuple[list[Unit], list[FlatLayout]]:
     """Create units and layouts of their flat arrays, divided among `num_owners` ranks on `num_islands` islands.
+
+    With `node_ranks`, the ranks of this node, the frozen arrays are divided among these alone.
 
     A unit has an array for its trainable parameters of each dtype, followed by one for all of its frozen parameters.
     `dtypes` contains, by dotted name, the dtypes that differ from `dtype`, that of the parameter store.
@@ -125,8 +128,9 @@ def make_units(
             spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, stored)
             arrays.setdefault((is_frozen, "" if is_frozen else str(stored)), []).append(spec)
         first = len(layouts)
-        for _, specs in sorted(arrays.items()):
-            layouts.append(FlatLayout.build(unit_name or "(root)", specs, num_owners, num_islands))
+        for (is_frozen, _), specs in sorted(arrays.items()):
+            owners = node_ranks if is_frozen else None
+            layouts.append(FlatLayout.build(unit_name or "(root)", specs, num_owners, num_islands, owners))
         units.append(Unit(unit_name, layouts[first:], range(first, len(layouts))))
     return units, layouts
 

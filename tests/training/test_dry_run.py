@@ -15,7 +15,7 @@ from user_errors import refused, user_error
 from odc_mpi.cli import main as cli
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.start.dry_run import estimate_memory
+from odc_mpi.training.start.memory_estimate import estimate_memory
 
 
 def sizes(model, *overrides, ranks=1, per_node=None, lengths=(512,)):

@@ -11,7 +11,7 @@ from mpi_launch import ROOT
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.inputs import _with_adapters
-from odc_mpi.training.start.dry_run import estimate_memory
+from odc_mpi.training.start.memory_estimate import estimate_memory
 
 CONFIGURATIONS = sorted((ROOT / "jobs" / "models").glob("*.yaml"))
 QWEN = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "intermediate_size": 6144, "hidden_size": 2048}

@@ -179,8 +179,10 @@ class UnshardedUnits:
         self._held[unit] = None
         if not unit.is_root:
             # Resharding a view would free no memory. A buffer may be larger than its array.
-            num_bytes = sum(array.untyped_storage().nbytes() for array in unit.arrays)
-            self.cache.admit(unit, num_bytes if parameters.uses_buffers else 0)
+            arrays = zip(unit.indices, unit.arrays, strict=True)
+            self.cache.admit(
+                unit, sum(array.untyped_storage().nbytes() for i, array in arrays if parameters.uses_buffer(i))
+            )
         self._by_pointer |= {array.untyped_storage().data_ptr(): (unit, i) for i, array in enumerate(unit.arrays)}
 
     def _start(self, unit: Unit, fetch: Callable[[int], FetchWork]) -> None:
@@ -230,4 +232,4 @@ class UnshardedUnits:
         del self._held[unit]
         self.cache.discard(unit)
         parameters = self._transport.parameters
-        unit.reshard(parameters.release, in_buffers=parameters.uses_buffers)
+        unit.reshard(parameters.release, in_buffers=any(map(parameters.uses_buffer, unit.indices)))

@@ -55,6 +55,7 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
         f"{config.optim.lr_scheduler_type}",
         "comm": _describe_comm(world, model, decision),
         "caches": _describe_caches(config, model),
+        **_frozen_line(world, model),
         "output": f"{config.run.dir}, {saved}",
     }
     if config.lora.r is not None and config.lora.target_modules == "all-linear":
@@ -119,6 +120,21 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
         text = f"{part}{' (auto)' if setting == 'auto' else ''}" if needed else not_needed
         parts.append(f"{kind}: {text}")
     return "; ".join(parts)
+
+
+def describe_frozen(num_bytes: int, num_ranks: int, ranks_per_node: int, *, on_node: bool) -> str:
+    """Return a description of the memory for frozen parameters of `num_bytes`, and of what another setting would do."""
+    all_ranks, node = (f"{num_bytes / count / 2**20:,.1f} MiB per rank" for count in (num_ranks, ranks_per_node))
+    if on_node:
+        return f"{node}, over the ranks of each node, so they do not cross the network ({all_ranks} over all ranks)"
+    return f"{all_ranks}, over all ranks ({node} with comm.frozen_scope node, which needs no network)"
+
+
+def _frozen_line(world: World, model: ShardedModel) -> dict[str, str]:
+    if world.num_nodes == 1 or not (num_bytes := model.frozen_bytes) or model.num_islands > 1:
+        return {}
+    on_node = any(layout.node_ranks for layout in model.layouts)
+    return {"frozen": describe_frozen(num_bytes, world.size, world.local_size, on_node=on_node)}
 
 
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:

@@ -124,7 +124,7 @@ def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
     transport = make([1000])
     write_parameters(transport, [torch.zeros(1000)])
     fetched = transport.parameters.fetch(0).wait()
-    assert transport.parameters.uses_buffers == (not zero_copy)
+    assert transport.parameters.uses_buffer(0) == (not zero_copy)
     transport.complete_gradients(np.zeros(1))
     write_parameters(transport, [torch.arange(1000.0)])
     assert torch.equal(fetched, torch.arange(1000.0) if zero_copy else torch.zeros(1000))
@@ -216,5 +216,5 @@ def test_the_owners_of_an_array_are_determined_once(make, monkeypatch, reduction
             transport.gradients.push(index, fetched).wait()
             transport.parameters.release(fetched)
     transport.complete_gradients(np.zeros(1))
-    num_stores = 2 if transport.parameters.uses_buffers else 1
+    num_stores = 2 if transport.parameters.uses_buffer(0) else 1
     assert len(calls) == 2 * num_stores

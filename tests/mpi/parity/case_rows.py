@@ -17,6 +17,8 @@ SFT = [
     row("dynamic", 1, 2, 4, data__balance="dynamic", comm__prefetch=2, **UNTIED),
     row("frozen embedding", 3, freeze=("embed_tokens",), data__balance="lb_mini", **UNTIED),
     row("frozen unit, recomputed", 2, freeze=("layers.1.",), comm__prefetch=2, **UNTIED, **CHECKPOINTING),
+    row("frozen parts of units on each node", 4, using=(at.nodes_of_three,), comm__frozen_scope="node",
+        freeze=("mlp", "layers.0.self_attn.q_proj"), data__balance="lb_mini"),
     row("frozen parts of units", 3, freeze=("mlp", "layers.0.self_attn.q_proj"), data__balance="lb_mini", **UNTIED),
     row("all units frozen", 2, freeze=("layers",), data__balance="lb_mini", **UNTIED),
     row("recomputed", 3, comm__prefetch=0, **CHECKPOINTING),
@@ -59,6 +61,10 @@ GRANITE = {**MIXTRAL, "model__config__model_type": "granitemoe", "lora__target_m
            "lora__target_parameters": "[experts.gate_up_proj]"}  # fmt: skip
 # On CPUs, bitsandbytes 0.50 dequantizes rows wrongly that are no multiple of 64.
 IN_4_BITS = {"model__load_in_4bit": "true", "model__config__hidden_size": 64, "model__config__intermediate_size": 128}
+NODES = {"using": (at.nodes_of_three,), "comm__frozen_scope": "node"}
+#: Few trained parameters, so that bytes of the base show.
+FEW = {**PEFT, **IN_4_BITS, "lora__r": 1, "lora__target_modules": "[q_proj]", "comm__node_cache": "off",
+       "data__balance": "lb_mini"}  # fmt: skip
 SAME = {**PEFT, "data__balance": "lb_mini", "optim__lr_scheduler_type": "constant", "microbatches": True}
 ADAPTERS = [
     row("all linear", 3, **PEFT, data__balance="lb_mini", **UNTIED),
@@ -78,6 +84,11 @@ ADAPTERS = [
         model__bnb_4bit_use_double_quant="false"),
     row("4 bits, bf16", 3, **SAME | IN_4_BITS | {"loss": 1e-3, "close": None}, model__param_dtype="bfloat16"),
     row("stored in 4 bits", 2, **PEFT | {"model__path": "in_4_bits"}, comm__zero_copy="off", comm__prefetch=2),
+    row("base on each node", 4, **NODES, **PEFT, data__balance="lb_mini", comm__node_cache="off"),
+    row("base on each node, cached", 4, **NODES, **PEFT, data__balance="dynamic"),
+    row("4-bit base on each node", 3, 4, **NODES, **FEW, then=(at.fetches_base(False),), **CHECKPOINTING),
+    row("4-bit base over all nodes", 4, **NODES | {"comm__frozen_scope": "world"}, **FEW,
+        then=(at.fetches_base(True),)),
     row("one layer", 3, num_trained=4, **EXPERT,
         lora__target_modules="[q_proj,v_proj]", lora__layers_to_transform="[2]"),
 ]  # fmt: skip

@@ -228,6 +228,20 @@ def copied(at, lines):
     assert at.device.copies and not at.device.unfinished
 
 
+def fetches_base(expected):
+    """Check whether bytes of the frozen base came from other nodes."""
+
+    def check(at, lines):
+        found = sum(line["bytes_fetched_other_nodes"] for line in lines)
+        trained = sum(p.numel() for p in at.inputs.model.module.parameters() if p.requires_grad)
+        # A rank fetches the trained parameters for the forward and the backward pass of each microbatch at most.
+        most = sum(4 * trained * 2 * line["microbatches_max"] for line in lines)
+        assert (found > most) == expected, (found, most)
+        assert found > 0 or at.world.num_nodes == 1
+
+    return check
+
+
 def one_microbatch(at, lines):
     """Some ranks have no microbatch at all; nothing is lost and no rank hangs."""
     fewest = 1 if at.world.size == 1 else 0
