@@ -5,13 +5,15 @@
     python benchmarks/network_speed.py --larger                       # a Llama of 9 million parameters
     python benchmarks/network_speed.py --cache-bytes 2M               # also with this size of each of the two caches
     python benchmarks/network_speed.py --islands --ranks-per-host 2 --link "tbf rate 100mbit burst 128kb latency 400ms"
+    python benchmarks/network_speed.py --larger --bases --link "tbf rate 1gbit burst 128kb latency 100ms"
     python benchmarks/network_speed.py --outer e3m0 --steps 30 --link "tbf rate 10mbit burst 70kb latency 400ms"
 
 Jobs with one rank on each of two hosts alternate with jobs with two ranks on one host. Each job compares in rounds, on
 the same minibatches: plain torch in processes that exchange nothing (`ceiling`), odc_mpi with the default sizes of
 `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes`, with `lb_mini` and with `dynamic`, and odc_mpi without
 caches. With `--islands`, only jobs on two hosts compare `ceiling`, the default and one island per host; with `--outer`,
-these islands train separately, and synchronize every 30 steps. Each training is created from scratch, so that no thread
+these islands train separately, and synchronize every 30 steps. With `--bases`, adapters train over a base in bf16 and
+in 4 bits, which is divided among all ranks (`world`) or those of each host (`node`). Each training is created from scratch, so that no thread
 of one takes time from another. Speeds are multiples of `ceiling` in the same round, so variations of the machine's
 speed affect both. Bytes are those of parameters and gradients per rank, and all that rank 0's host received over
 Ethernet.
@@ -74,6 +76,15 @@ def caches(config, size):
 
     each = Size(size)
     return replace(config, comm=replace(config.comm, parameter_cache_bytes=each, gradient_cache_bytes=each))
+
+
+def adapters(config):
+    """Yield names and configurations of adapters over bases in bf16 and in 4 bits, over all ranks and on each node."""
+    config = replace(config, lora=replace(config.lora, r=8))
+    for name, in_4_bits in (("bf16", False), ("4 bits", True)):
+        model = replace(config.model, param_dtype="bfloat16", load_in_4bit=in_4_bits)
+        for scope in ("world", "node"):
+            yield f"{name}, {scope}", replace(config, model=model, comm=replace(config.comm, frozen_scope=scope))
 
 
 def train(world, name, config, steps):
@@ -152,6 +163,8 @@ def job(arguments):
         if arguments.islands:
             islands = replace(config, islands=replace(config.islands, by="node"))
             ways = {CEILING: config, CACHES: config, ISLANDS: islands}
+        if arguments.bases:
+            ways = {CEILING: config, **dict(adapters(config))}
         if arguments.cache_bytes:
             ways[f"{arguments.cache_bytes} each"] = caches(config, parse_size(arguments.cache_bytes))
         runs = {name: partial(train, world, name, settings, arguments.steps) for name, settings in ways.items()}
@@ -167,6 +180,7 @@ def run(hosts, arguments):
     command += ["--larger"] if arguments.larger else []
     command += ["--cache-bytes", arguments.cache_bytes] if arguments.cache_bytes else []
     command += ["--islands"] if arguments.islands else []
+    command += ["--bases"] if arguments.bases else []
     command += ["--outer", arguments.outer] if arguments.outer else []
     if hosts == 1:
         done = mpi_launch.finish(mpi_launch.start(2, *command), arguments.timeout_s)
@@ -191,6 +205,7 @@ def main():
         "--cache-bytes", default="", metavar="SIZE", help="size of each of the two caches, as a further variant"
     )
     parser.add_argument("--islands", action="store_true", help="compare one island per host with the default")
+    parser.add_argument("--bases", action="store_true", help="compare adapters over bases in bf16 and in 4 bits")
     parser.add_argument("--outer", default="", metavar="WIRE", help="compare separate islands with the default")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="of the jobs on two hosts")
     parser.add_argument("--timeout-s", type=float, default=900, help="of a job")

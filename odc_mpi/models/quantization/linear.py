@@ -78,6 +78,8 @@ class QuantizedLinear(nn.Linear):
     def dequantize(self, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, `[out_features, in_features]` of `dtype`, from the values of the two parameters."""
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=weight.device)
+        if weight.is_meta:  # an estimate of memory
+            return out
         values = scales[: 4 * _CODES].view(torch.float32)
         # The values of both elements of a byte, as the bits of an int64, so that one lookup finds both.
         pairs = torch.cartesian_prod(values, values).view(torch.int64).view(-1)
@@ -145,6 +147,11 @@ def replace_layer(module: nn.Module, name: str, *, double_quant: bool, stored_dt
 def quantized_layers(module: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     """Yield the dotted names and the layers of a module that are quantized."""
     yield from ((name, layer) for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear))
+
+
+def largest_numel(module: nn.Module) -> int:
+    """Return the number of elements in the largest quantized weight of a module; 0 if there is none."""
+    return max((layer.numel for _, layer in quantized_layers(module)), default=0)
 
 
 def hidden_numel(module: nn.Module) -> int:

@@ -17,6 +17,7 @@ from odc_mpi.comm.settings import CommConfig
 from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.families import trial_inputs
+from odc_mpi.models.quantization.linear import largest_numel
 from odc_mpi.models.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
@@ -87,7 +88,8 @@ def estimate_memory(
     all_accumulated = 0 < needs.gradients <= caches.gradients
     num_buffers = 0 if all_accumulated or in_shard else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
-    activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)
+    dtype = getattr(torch, config.model.param_dtype)
+    activations, logits = _activation_bytes(config, model, dtype, lengths)
     parts = [
         MemoryPart("parameters", sizes.shard, shards_on_gpu),
         MemoryPart("frozen, over the node", sizes.frozen // ranks_per_node),
@@ -105,6 +107,7 @@ def estimate_memory(
         MemoryPart("parameter cache", caches.parameters, gpu),
         MemoryPart("gradient cache", caches.gradients, gpu),
         MemoryPart("gradients in transit", transit_bytes, gpu),
+        MemoryPart("dequantized weight", largest_numel(model.module) * dtype.itemsize, gpu),
         MemoryPart("activations", activations, gpu),
         MemoryPart("logits", logits, gpu),
         MemoryPart("free blocks of malloc", 0 if gpu else round((activations + logits) * _MALLOC_SHARE)),

@@ -9,13 +9,18 @@ from dataclasses import replace
 import h5py
 import numpy as np
 import pytest
+import torch
 from damage import flip
+from pretended_nodes import on_nodes_of_three
 from small_training import configure
 from whole_runs import SETTINGS, STEPS, lines, losses
 
+from odc_mpi.api import shard_model
 from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in, write_manifest
+from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.fitted import FittedCostModel
@@ -295,3 +300,20 @@ def test_a_rank_that_cannot_write(run, world, monkeypatch, capfd):
     if world.rank == 0:
         errors = capfd.readouterr().err
         assert errors.count("not saved: ") == 3
+
+
+@pytest.mark.sizes(4)
+def test_frozen_parameters_that_each_node_has_are_saved_once(world, monkeypatch):
+    """Nodes of three ranks and of one. The frozen parameters, of two types, are in one array of bytes."""
+    world, digests = on_nodes_of_three(world, monkeypatch), []
+    for scope in ("world", "node"):
+        torch.manual_seed(5)
+        module = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 3))
+        module[0].requires_grad_(False).bias.data = module[0].bias.bfloat16()
+        model = shard_model(module, world, units=[torch.nn.Linear], comm=CommConfig(frozen_scope=scope))
+        assert any(layout.node_ranks for layout in model.layouts) == (scope == "node")
+        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), world.rank)
+        saved = sum(world.gather_objects(sum(each.tensor.numel() for each in state.tensor_ranges())))
+        digests.append((checkpointing.state_digest(world, state), saved))
+        model.close()
+    assert digests[0] == digests[1]
