@@ -17,7 +17,7 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import mapping_error
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.probe.decision import Decision, decide, require_correct_data
-from odc_mpi.probe.probe import cached_or_quick_report, environment_report
+from odc_mpi.probe.probe import cached_or_new_report, environment_report
 from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
 from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
@@ -144,11 +144,11 @@ def decide_for(
     tickets: bool = False,
     islands: bool = False,
 ) -> Decision:
-    """Probe the MPI library and decide how ranks communicate. Collective. This takes up to two seconds.
+    """Probe the MPI library and decide how ranks communicate. Collective.
 
-    The probe is skipped if `comm.is_complete`. Its results are cached for later runs with the same MPI library,
-    environment and hosts. MPI operations on GPU memory are not tried, because they may crash the job: the results of
-    the last `odc-mpi doctor` with the same layout are used.
+    This takes about 0.1 s on one node, and up to two seconds on several. It is skipped if `comm.is_complete`. The
+    results are cached for later runs with the same MPI library, environment and hosts. MPI operations on GPU memory are
+    not tried, because they may crash the job: the results of the last `odc-mpi doctor` with the same layout are used.
 
     Args:
         comm: Settings that take precedence over the results of the probe.
@@ -164,7 +164,8 @@ def decide_for(
             that would be used delivered wrong data in the probe.
     """
     # An operation may crash, so it is only tried if a choice depends on the result.
-    report = environment_report(world) if comm.is_complete else cached_or_quick_report(world)
+    is_known = comm.is_complete
+    report = environment_report(world) if is_known else cached_or_new_report(world, with_speeds=device != "cpu")
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
     not_mapped, objection = None, "islands exchange parameters through host memory" if islands else None
     if computing is not None and comm.window_device != "cpu" and not islands:

@@ -16,7 +16,7 @@ from odc_mpi.probe.report import ProbeReport
 #: Maximum age of a cached report, in seconds. The cache key does not cover changes to kernels, drivers or networks.
 MAX_AGE_S = 7 * 24 * 3600.0
 #: Version of the probe and its report, which is part of the cache key. Reports from other versions are not read.
-FORMAT = 8
+FORMAT = 9
 #: Prefixes of the environment variables that configure MPI libraries, and of those that launchers set for each job.
 _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
 _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")

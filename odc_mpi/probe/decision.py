@@ -206,9 +206,7 @@ def _zero_copy(report: ProbeReport, setting: str, *, on_device: bool) -> Choice:
         return Choice("off", "a rank cannot read the shared memory of another rank on its node")
     if not shared.contiguous:
         return Choice("off", "the shared memory of the ranks on a node is not contiguous")
-    if shared.load_s is None:
-        return Choice("on", ONLY_RANK_REASON)
-    return Choice("on", f"ranks of a node read shared memory, 64 bytes in {format_seconds(shared.load_s)}")
+    return Choice("on", "ranks of a node read shared memory" if "same_node" in report.kinds else ONLY_RANK_REASON)
 
 
 def _node_cache(report: ProbeReport, setting: str, zero_copy: Choice) -> Choice:
@@ -254,6 +252,8 @@ def _accumulate_objection(kind: str, peer: Peer) -> str | None:
 
 
 def _speeds(kind: str, peer: Peer) -> str:
+    if peer.put.gb_per_s is None:
+        return f"{LOCATIONS[kind]} waits for the target (odc-mpi doctor compares its speed with that of Put)"
     return f"{LOCATIONS[kind]} moves {peer.accumulate.gb_per_s or 0.0:.2g} GB/s, Put {peer.put.gb_per_s or 0.0:.2g}"
 
 

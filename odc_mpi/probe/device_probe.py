@@ -31,7 +31,7 @@ from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
 #: Time limits for each trial, shorter than in `probe.FULL` because each operation is also tested for stale reads.
-BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
+BUDGET = TrialBudget(idle_s=0.05, busy_s=(0.2, 0.6, 0.6), bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum age of a cached report, in seconds. Its cache key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
 #: Maximum age of a cached report in which a trial gave no answer, in seconds. The machine may merely have been busy, or

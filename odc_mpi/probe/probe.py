@@ -8,7 +8,6 @@ sends the report so far to its parent before each trial and at the end.
 """
 
 import socket
-import statistics
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ from odc_mpi.probe import cache
 from odc_mpi.probe.gpu import has_gpu
 from odc_mpi.probe.operations import COUNTER_BYTES
 from odc_mpi.probe.report import OPERATIONS, OnMessage, ProbeReport, SharedMemory
-from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared, timed
+from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared
 from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ChildMessage, child_main
@@ -32,9 +31,12 @@ if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
 
 #: Time limits for each trial in `odc-mpi doctor`.
-FULL = TrialBudget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5, num_staleness_reads=10_000, staleness_s=3.0)
-#: Time limits for each trial at the start of a training run.
-QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15, num_staleness_reads=200, staleness_s=0.2)
+FULL = TrialBudget(idle_s=0.2, busy_s=(0.5, 1.5, 1.5), bandwidth_s=1.5, num_staleness_reads=10_000, staleness_s=3.0)
+#: Time limits for each trial at the start of a training run on several nodes.
+QUICK = TrialBudget(idle_s=0.01, busy_s=(0.04, 0.12, 0.12), bandwidth_s=0.15, num_staleness_reads=200, staleness_s=0.2)
+#: Time limits for each trial at the start of a training run on one node, where MPI usually uses shared memory: only
+#: correctness and one-sidedness. All trials take about 0.06 s if all operations are one-sided.
+SELF_TEST = TrialBudget(0.01, (0.01, 0.04, 0.12, 0.12), bandwidth_s=0.0, num_staleness_reads=20, staleness_s=0.02)
 #: Timeout for waits when this module runs as a program, in seconds. `odc-mpi doctor` usually ends the program earlier.
 PROGRAM_S = 150.0
 
@@ -78,14 +80,18 @@ def environment_report(world: World) -> ProbeReport:
     )
 
 
-def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report in rank 0's cache, or else the report of a quick probe. Collective."""
-    key = report_key(world)
+def cached_or_new_report(world: World, *, with_speeds: bool = False) -> ProbeReport:
+    """Return the report in rank 0's cache, or else that of a quick probe, on one node of a self-test. Collective.
+
+    `with_speeds` is True if a self-test is not enough, because speeds of windows on devices are compared with others.
+    """
+    key, budget = report_key(world), QUICK if with_speeds or world.num_nodes > 1 else SELF_TEST
     cached = world.gather_objects(cache.load(key) if world.rank == 0 else None)[0]
-    if cached is not None:
+    has_speeds = cached is not None and all(peer.get.gb_per_s for peer in cached.results().values())
+    if cached is not None and (has_speeds or not with_speeds):
         # These two may differ between runs on the same stack.
         return replace(cached, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
-    report = probe(world, QUICK)
+    report = probe(world, budget)
     if world.rank == 0 and not report.problems:
         cache.store(key, report)
     return report
@@ -130,19 +136,13 @@ def _try_shared_memory(world: World) -> SharedMemory:
     readable = all(each.size == num_bytes and (each == other % 251 + 1).all() for other, each in enumerate(segments))
     starts = [segment.ctypes.data for segment in segments]
     contiguous = starts == [starts[0] + i * num_bytes for i in range(size)]
-    other = (rank + 1) % size
-    load_s = statistics.median(timed(lambda: segments[other][:64].copy()) for _ in range(20)) if size > 1 else None
-    everywhere = world.gather_objects((readable, contiguous, load_s))
+    everywhere = world.gather_objects((readable, contiguous))
     segments.clear()
     with node.collective("freeing shared memory"):
         win.Unlock_all()
         win.Free()
     node.close()
-    return SharedMemory(
-        readable=all(readable for readable, _, _ in everywhere),
-        contiguous=all(contiguous for _, contiguous, _ in everywhere),
-        load_s=max((load_s for *_, load_s in everywhere if load_s is not None), default=None),
-    )
+    return SharedMemory(*map(all, zip(*everywhere, strict=True)))
 
 
 def _try_pairs(
@@ -150,7 +150,7 @@ def _try_pairs(
 ) -> ProbeReport:
     on_message(report, "window")
     far = {kind: pair for kind, pair in pairs.items() if kind == "other_node"}
-    max_bytes = _max_bytes(world, report, len(pairs) + len(far))
+    max_bytes = _max_bytes(world, report, len(pairs) + len(far)) if budget.bandwidth_s else LARGE_BYTES[0]
     trials = Trials(world, pairs, budget, max_bytes, allocate)
     # Parameters are in shared memory of each node, so Get from other nodes is tried on such a window.
     far_reads = Trials(world, far, budget, max_bytes, allocate_shared) if far else trials

@@ -74,13 +74,10 @@ class SharedMemory:
     Attributes:
         readable: True if the ranks on each node can read each other's data with load instructions.
         contiguous: True if the memory segments of the ranks on each node are contiguous.
-        load_s: Time in seconds to read 64 bytes of another rank's memory with load instructions, including NumPy's
-            overhead. Also None if no node has several ranks.
     """
 
     readable: bool | None = None
     contiguous: bool | None = None
-    load_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,6 @@ LARGE_RUNS = 3
 STALENESS_BYTES = (64, 1 << 12, 1 << 16)
 #: Maximum number of small operations over which the median time is computed.
 SMALL_RUNS = 20
-#: Factor by which the target computes longer in the trials that confirm that an operation waits for it. A short delay
-#: may have another cause, such as another process on the same core.
-LONGER_FACTOR = 3
 #: Maximum time of a one-sided operation with a busy target, as a multiple of its time with an idle target.
 MUCH_LONGER_FACTOR = 20
 #: Lower bound on this maximum, in seconds, for machines with more processes than cores.
@@ -56,14 +53,15 @@ class TrialBudget:
 
     Attributes:
         idle_s: Time for small operations while the target waits, in seconds.
-        busy_s: Duration of the target's first computation, in seconds.
-        bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
+        busy_s: Durations of the target's computations, in seconds. Only the longest may show that an operation waits
+            for its target: a short delay may have another cause, such as another process on the same core.
+        bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped. 0 to try none.
         num_staleness_reads: Maximum number of values tested for staleness.
         staleness_s: Maximum duration of the staleness test, in seconds.
     """
 
     idle_s: float
-    busy_s: float
+    busy_s: tuple[float, ...]
     bandwidth_s: float
     num_staleness_reads: int
     staleness_s: float
@@ -192,8 +190,8 @@ class Trials:
 
         Return the median time in seconds, and whether the operation is one-sided, or None if no measurement was valid.
         """
-        first_s, median_s = self._budget.busy_s, 0.0
-        for compute_s in (first_s, LONGER_FACTOR * first_s, LONGER_FACTOR * first_s):
+        median_s = 0.0
+        for compute_s in self._budget.busy_s:
             self._start_busy(target, compute_s)
             began = time.perf_counter()
             median_s = _median(run, compute_s / 20)
@@ -205,14 +203,14 @@ class Trials:
             is_short = median_s < min(compute_s / 10, max(MUCH_LONGER_FACTOR * idle_s, CROWDED_S))
             one_sided = is_short and ended < target_ended - compute_s / 2
             is_valid = began > target_ended - compute_s
-            if is_valid and (one_sided or compute_s > first_s):
+            if is_valid and (one_sided or compute_s == self._budget.busy_s[-1]):
                 return median_s, one_sided
         return median_s, None
 
-    def _bandwidth(self, run: Callable[[int], None]) -> float:
-        left_s, next_s, gb_per_s = self._budget.bandwidth_s, 0.0, 0.0
+    def _bandwidth(self, run: Callable[[int], None]) -> float | None:
+        left_s, next_s, gb_per_s = self._budget.bandwidth_s, 0.0, None
         for num_bytes in (size for size in LARGE_BYTES if size <= self._max_bytes):
-            if next_s > left_s:
+            if next_s >= left_s:
                 break
             times: list[float] = []
             while len(times) < LARGE_RUNS and (not times or min(times) < left_s):

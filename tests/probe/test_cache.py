@@ -76,10 +76,10 @@ def change_stored(home, change):
         lambda report: report.update(nodes="two"),
         lambda report: report.update(problems=None),
         lambda report: report.update(shared_memory=None),
-        lambda report: report["shared_memory"].update(load_s="fast"),
+        lambda report: report["shared_memory"].update(speed="fast"),
         lambda report: report["peers"].update(same_node=[]),
         lambda report: report["peers"].update(same_node={"get": None}),
-        lambda report: report["shared_memory"].pop("load_s"),
+        lambda report: report["shared_memory"].pop("contiguous"),
     ],
 )
 def test_a_changed_report_is_none(home, change):

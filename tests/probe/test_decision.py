@@ -31,7 +31,7 @@ def report(same_node=NODE, other_node=None, **changes):
         nodes=1 if other_node is None else 2,
         ranks_per_node=((2 if same_node else 1),) * (2 if other_node else 1),
         shm_bytes=1 << 30,
-        shared_memory=SharedMemory(readable=True, contiguous=True, load_s=3e-7),
+        shared_memory=SharedMemory(readable=True, contiguous=True),
         peers=Peers(same_node, other_node),
         **changes,
     )
@@ -65,6 +65,9 @@ ON = "allocate_shared on"
         *((report(other_node=replace(TCP, accumulate=replace(WAITS, gb_per_s=speed))), {}, f"{wanted} thread",
            {"reduction": f"{speed:.2g} GB/s, Put 1"})
           for speed, wanted in ((0.25, "accumulate"), (0.24, "mailbox"), (0.0, "mailbox"))),
+        # One node's self-test has no speeds.
+        (report(replace(NODE, accumulate=replace(WAITS, gb_per_s=None), put=replace(FAST, gb_per_s=None))), {},
+         f"{ON} accumulate thread", {"reduction": "waits for the target (odc-mpi doctor"}),
         # A mailbox needs a thread even if puts and gets are one-sided; so does Accumulate, if set all the same.
         (report(other_node=SLOW_SUM), {}, "mailbox thread", {"progress": FULL}),
         (report(other_node=replace(SLOW_SUM, put=WAITS)), {}, "mailbox thread", {}),

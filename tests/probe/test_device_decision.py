@@ -28,7 +28,7 @@ def report(same_node=PROVED, other_node=None, **device):
         thread_level="MPI_THREAD_MULTIPLE",
         nodes=2 if two else 1,
         ranks_per_node=(2, 2) if two else (2,),
-        shared_memory=SharedMemory(readable=True, contiguous=True, load_s=3e-7),
+        shared_memory=SharedMemory(readable=True, contiguous=True),
         peers=Peers(ALL, ALL if two else None),
         device=DeviceWindows(peers=Peers(same_node, other_node), **device),
     )

@@ -285,7 +285,7 @@ def fail(*arguments):
     raise AssertionError("there was a report to read")
 probe.probe = fail
 with World() as world:
-    report = probe.cached_or_quick_report(world)
+    report = probe.cached_or_new_report(world)
     if world.rank == 0:
         print(json.dumps(report.to_dict()))
 """

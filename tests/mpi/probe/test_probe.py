@@ -8,6 +8,7 @@ from mpi4py import MPI
 from odc_mpi.api import decide_for
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.probe import cache, operations, probe
+from odc_mpi.probe.decision import decide
 from odc_mpi.probe.report import INCONCLUSIVE, OPERATIONS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -19,14 +20,16 @@ def over_own_memory(world, values):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_window_whose_operations_wait(world, monkeypatch):
+@pytest.mark.parametrize("budget", [probe.QUICK, probe.SELF_TEST], ids=["quick", "self-test"])
+def test_a_window_whose_operations_wait(world, monkeypatch, budget):
     monkeypatch.setattr(probe, "allocate", over_own_memory)
-    report = probe.probe(world, probe.QUICK)
+    report = probe.probe(world, budget)
     assert report.problems == ()
+    assert decide(report).progress.value == "thread"
     for name in ("get", "accumulate", "put", "fetch_and_op"):
         operation = getattr(report.peers.same_node, name)
         assert operation.one_sided is False, name
-        assert operation.gb_per_s > 0
+        assert (operation.gb_per_s is None) == (budget is probe.SELF_TEST and name != "fetch_and_op")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -79,7 +82,7 @@ def test_a_stale_value_is_refused_before_training(world, monkeypatch, tmp_path):
     with pytest.raises(AllRanksUserError, match=words):
         decide_for(world)
     assert len(world.gather_objects(stale)[0]) == 1
-    assert probe.cached_or_quick_report(world).problems == (), "the failure was cached"
+    assert probe.cached_or_new_report(world).problems == (), "the failure was cached"
 
 
 @pytest.mark.mpi(min_size=2)
@@ -94,7 +97,7 @@ def test_a_listener_gets_every_attempt(world):
     messages = []
     report = probe.probe(world, probe.QUICK, on_message=lambda report, doing: messages.append((report, doing)))
     assert report == world.gather_objects(report)[0], "all ranks have the same report"
-    assert report.shared_memory.readable and report.shared_memory.contiguous and report.shared_memory.load_s > 0
+    assert report.shared_memory.readable and report.shared_memory.contiguous
     tried = [doing for _, doing in messages]
     assert tried == ["shared_memory", "window", *(f"same_node {name}" for name in OPERATIONS), None]
     assert messages[3][0].peers.same_node.get.one_sided is True
@@ -118,18 +121,21 @@ def test_pairs(nodes, wanted):
 def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch):
     # Only rank 0's file counts: the others have another place, and nothing in it.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = probe.cached_or_quick_report(world)
+    first = probe.cached_or_new_report(world)
+    assert all(found.get.gb_per_s is None for found in first.results().values()), "more than the self-test of one node"
     files = list(cache.cache_directory().glob("*.json"))
     assert len(files) == (1 if world.rank == 0 else 0)
-    assert replace(probe.cached_or_quick_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
+    assert replace(probe.cached_or_new_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
+    fast = probe.cached_or_new_report(world, with_speeds=True).results()
+    assert all(found.get.gb_per_s for found in fast.values()), "a self-test served a device"
     probed = first.with_problem("probed", "it was")
     monkeypatch.setattr(probe, "probe", lambda *_: probed)
-    assert probe.cached_or_quick_report(world).problems == ()
+    assert probe.cached_or_new_report(world).problems == ()
     with monkeypatch.context() as patch:
         patch.setattr(world, "node", world.node + world.rank)
-        found = probe.cached_or_quick_report(world).problems
+        found = probe.cached_or_new_report(world).problems
         assert (found == ()) == (world.size == 1), "ranks are laid out differently"
     if files:
         files[0].write_text("damaged")
-    assert probe.cached_or_quick_report(world).problems == probed.problems
-    assert probe.cached_or_quick_report(world).problems == probed.problems, "a report with problems was kept"
+    assert probe.cached_or_new_report(world).problems == probed.problems
+    assert probe.cached_or_new_report(world).problems == probed.problems, "a report with problems was kept"
