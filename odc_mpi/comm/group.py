@@ -30,7 +30,6 @@ class Group:
 
     Attributes:
         rank, size: Those of `world`.
-        island: World of the ranks that fetch from and push to each other. Without islands, `world`.
         num_islands: Number of islands, or 1 if there are none.
         num_collectives: Number of synchronization points so far.
     """
@@ -39,10 +38,10 @@ class Group:
     num_collectives = 0
 
     def __init__(self, world: "World", *, progress: bool = False, islands: "Islands | None" = None) -> None:
-        self.world = self.island = world
+        self.world = world
         self.rank, self.size = world.rank, world.size
         if islands is not None:
-            self.island, self.num_islands = islands.island, islands.size
+            self.num_islands = islands.size
         self._islands = islands
         self._wants_progress = progress
         self._progress: ProgressThread | None = None

@@ -1,68 +1,47 @@
-"""Counter for the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes."""
+"""Counter for the bytes that a store moves between this rank and other ranks, within its node and between nodes."""
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
-from odc_mpi.comm.layout import ranges_by_owner
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
 
 #: Locations of other ranks: on this rank's node, or on other nodes.
 LOCATIONS = ("same_node", "other_nodes")
+FETCHED, PUSHED = range(2)
 
 
-class TrafficCounter:
-    """Counter for the bytes that this rank transfers to and from other ranks' shards. Not thread-safe.
+class Traffic:
+    """Counter for the bytes, without message headers, that this rank moves from or to other ranks' shards.
 
-    Zero-copy fetches, fetches of arrays that are already in the node's cache, and message headers are not counted.
+    Args:
+        row: `FETCHED` or `PUSHED`.
+        rank: This rank.
+        node_ranks: Ranks on this node.
+
+    Attributes:
+        moved: Bytes of each transfer since the last `take`, int64 `[2, len(LOCATIONS)]`. Threads may append to it.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        # Bytes fetched and bytes pushed since the last call of `bytes_since_last_call`, each by `LOCATIONS`.
-        self._bytes = np.zeros((2, len(LOCATIONS)), dtype=np.int64)
-        # Few different ranges are counted, but each may have a thousand owners.
-        self._by_owner = functools.cache(self._by_location)
+    def __init__(self, row: int = FETCHED, rank: int = 0, node_ranks: Sequence[int] = ()) -> None:
+        self._row, self._rank, self._node_ranks = row, rank, node_ranks
+        self.moved: list[np.ndarray] = []
+        # Few different ranges are moved, but each may have a thousand owners.
+        self._bytes_of = functools.cache(self._count)
 
-    def add_fetch(self, index: int) -> None:
-        """Count the bytes that a fetch of array `index` transfers from other ranks."""
-        parameters = self._transport.parameters
-        if parameters.transfers and not parameters.layouts[index].node_ranks:
-            self._bytes[0] += self._bytes_of(index)
+    def add(self, layout: FlatLayout, itemsize: int, start: int = 0, stop: int | None = None) -> None:
+        """Count elements `[start, stop)` of an array, by default all of them, of `itemsize` bytes each."""
+        self.moved.append(self._bytes_of(layout.shard_numel, start, layout.numel if stop is None else stop, itemsize))
 
-    def add_push(self, index: int, start: int, stop: int) -> None:
-        """Count the bytes that a push of elements `[start, stop)` of array `index` transfers to other ranks."""
-        self._bytes[1] += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
+    def take(self) -> np.ndarray:
+        """Return the sum of `moved`, and clear it. No other thread may append meanwhile."""
+        moved, self.moved = self.moved, []
+        return np.array(moved, dtype=np.int64).reshape(-1, 2, len(LOCATIONS)).sum(axis=0)
 
-    def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes fetched, then those pushed, since the last call, by `LOCATIONS`. Call once per minibatch."""
-        cache = self._transport.node_cache
-        for index in cache.take_shared_fetches() if cache else ():
-            self._bytes[0] -= self._bytes_of(index)
-        if self._transport.exchange:
-            self._bytes += self._exchanged
-        num_bytes = self._bytes.ravel().tolist()
-        self._bytes[:] = 0
-        return num_bytes
-
-    def _bytes_of(self, index: int) -> np.ndarray:
-        parameters = self._transport.parameters
-        return self._by_owner(index, 0, parameters.layouts[index].numel, parameters.dtype_of(index).itemsize)
-
-    def _by_location(self, index: int, start: int, stop: int, itemsize: int) -> np.ndarray:
-        layout, island = self._transport.parameters.layouts[index], self._transport.group.island
-        counts = np.zeros(len(LOCATIONS), dtype=np.int64)
-        for owner, begin, end in ranges_by_owner(layout.shard_numel, island.rank, start, stop):
-            if owner != island.rank:
-                counts[int(owner not in island.node_ranks)] += (end - begin) * itemsize
-        return counts
-
-    @functools.cached_property
-    def _exchanged(self) -> np.ndarray:
-        """Bytes received from and pushed to other islands per minibatch, by location."""
-        assert self._transport.exchange is not None
-        counts = np.zeros_like(self._bytes)
-        for i, num_bytes in enumerate(self._transport.exchange.bytes_per_minibatch()):
-            for rank, count in num_bytes.items():
-                counts[i, int(rank not in self._transport.group.world.node_ranks)] += count
+    def _count(self, shard_numel: int, start: int, stop: int, itemsize: int) -> np.ndarray:
+        counts = np.zeros((2, len(LOCATIONS)), dtype=np.int64)
+        for owner, begin, end in ranges_by_owner(shard_numel, self._rank, start, stop):
+            if owner != self._rank:
+                counts[self._row, int(owner not in self._node_ranks)] += (end - begin) * itemsize
         return counts

@@ -28,7 +28,6 @@ A `ShardStorage` owns the memory of the shards. One class is often both a store 
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
@@ -39,6 +38,7 @@ import torch
 from odc_mpi.comm.buffers import BufferPool, empty_host
 from odc_mpi.comm.group import Group
 from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.work import FetchWork, Work
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ class ShardStorage:
     """
 
     layouts: Sequence[FlatLayout] = ()
+    #: Counter for the bytes that this storage moves. By default, it moves none, or leaves this to another storage.
+    traffic: Traffic = Traffic()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
         """Record the layouts, and return the size in bytes of the shared host memory that `allocate` needs.
@@ -278,7 +280,7 @@ class Transport:
     @property
     def bytes_between_islands(self) -> int:
         """Bytes of gradients sent to, and parameters received from, other islands per minibatch; 0 without islands."""
-        return sum(map(Counter.total, self.exchange.bytes_per_minibatch())) if self.exchange else 0
+        return int(self.exchange.bytes_per_minibatch.sum()) if self.exchange else 0
 
     @property
     def finish_arrays(self) -> "Callable[[Iterable[int]], Work] | None":
@@ -302,6 +304,14 @@ class Transport:
         numel = sum(layout.shard_numel for layout in self.parameters.layouts if layout.trainable)
         numel += numel // self.group.num_islands if self.exchange else 0
         return numel * self.gradients.dtype.itemsize
+
+    def take_traffic(self) -> list[int]:
+        """Return the bytes fetched, then those pushed, by `LOCATIONS`, since the last call. Call once per minibatch.
+
+        All fetches and pushes must be complete.
+        """
+        counts: np.ndarray = np.sum([storage.traffic.take().ravel() for storage in self.storages], axis=0)
+        return counts.tolist()
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
         """Complete all pushes, and gather the reports of all ranks (see `Group.gradients_complete`). Collective."""

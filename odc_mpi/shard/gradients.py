@@ -19,7 +19,6 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.kernels.native import Segment
-from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.cache_budget import CacheBudget
@@ -61,7 +60,7 @@ class GradientPusher:
         parameters_with_gradient: Names of the parameters that have received a gradient since `start`.
     """
 
-    def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter) -> None:
+    def __init__(self, transport: Transport, prefetch: int, spans: SpanRecorder) -> None:
         self.cache = CacheBudget()
         self._store, self._finish_arrays = transport.gradients, transport.finish_arrays
         # Arrays that this rank has finished (`Transport.finish_arrays`), and the handles for these calls.
@@ -73,7 +72,7 @@ class GradientPusher:
             if dtype.is_floating_point
             else FixedPointGradients({i: layout.numel for i, layout in enumerate(layouts) if layout.trainable})
         )
-        self._spans, self._traffic = spans, traffic
+        self._spans = spans
         prefetch = prefetch if transport.thread_safe else 0
         self._thread = CommunicationThread("odc_mpi-push") if prefetch else None
         self._max_in_flight = num_push_buffers(prefetch) - 1
@@ -189,7 +188,6 @@ class GradientPusher:
             self._store.prepare_push(flat)
             pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._in_flight.append((pending, flat, index))
-        self._traffic.add_push(index, start, start + flat.numel())
 
     def _wait(self, num_left: int) -> None:
         while len(self._in_flight) > num_left:

@@ -14,7 +14,7 @@ import numpy as np
 
 from odc_mpi.comm.traffic import LOCATIONS
 
-#: Names of the values that every model reports: bytes counted by `comm.traffic` since the previous minibatch.
+#: Names of the values that every model reports: bytes moved since the previous minibatch (`Transport.take_traffic`).
 TRAFFIC = tuple(f"bytes_{did}_{location}" for did in ("fetched", "pushed") for location in LOCATIONS)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odc_mpi.comm.layout import Slice
-from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.activity import StepPhase
 from odc_mpi.shard.autograd import UnitForwards
@@ -63,7 +62,6 @@ class ShardedModel:
         device: Device of the model and its inputs.
         spans: Recorder for the time that this rank spends on communication and other activities.
         usage: Time, memory and collectives that this rank has used so far.
-        traffic: Counter for the bytes that this rank fetches and pushes.
         gradient_format: Number format of the gradients.
     """
 
@@ -91,7 +89,6 @@ class ShardedModel:
         self.device = transport.device
         self.spans = SpanRecorder()
         self._phase = StepPhase.COMPLETE  # construction ends with the first `publish()`
-        self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(
             parameters_by_unit,
             transport.group.size,
@@ -107,9 +104,9 @@ class ShardedModel:
             transport.allocate(self.layouts, self.close)
         self._local_shards = LocalShards(transport, self.layouts, optimizer_device or torch.device("cpu"))
         self._resources.callback(self._local_shards.detach)
-        self._unsharded = UnshardedUnits(self.units, transport, prefetch, self.spans, self.traffic)
+        self._unsharded = UnshardedUnits(self.units, transport, prefetch, self.spans)
         self._resources.callback(self._unsharded.close)
-        self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic)
+        self._pusher = GradientPusher(transport, prefetch, self.spans)
         self.gradient_format = self._pusher.gradient_format
         self._resources.callback(self._pusher.close)
         self.usage = Usage(transport, self.spans, self._pusher.buffers)
@@ -196,7 +193,7 @@ class ShardedModel:
         self._unsharded.fetch_allowed = False
         self._pusher.finish()
         self._unsharded.activity.finish_minibatch()
-        minibatch.local.update(zip(TRAFFIC, self.traffic.bytes_since_last_call(), strict=True))
+        minibatch.local.update(zip(TRAFFIC, self._transport.take_traffic(), strict=True))
         pushed = [name in self._pusher.parameters_with_gradient for name, _ in self.named_shard_parameters()]
         report = minibatch.report(self.gradient_format.local_statistics(), pushed)
         with self.spans.span("gradients_complete"):  # A in docs/ordering.md

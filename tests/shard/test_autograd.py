@@ -12,7 +12,6 @@ from torch import nn
 from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
@@ -25,7 +24,7 @@ def one_unit(transport: RecordingTransport) -> tuple[Unit, UnshardedUnits]:
     layout = FlatLayout.build("u0", [ParameterSpec("a", (3,), True)], transport.group.size)
     transport.allocate([layout])
     unit = Unit("u0", [layout], [0])
-    return unit, UnshardedUnits([unit], transport, 0, SpanRecorder(), TrafficCounter(transport))
+    return unit, UnshardedUnits([unit], transport, 0, SpanRecorder())
 
 
 @contextmanager

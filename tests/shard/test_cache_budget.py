@@ -210,29 +210,6 @@ def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
         model.publish()
 
 
-def test_bytes_by_node() -> None:
-    class TwoNodes(RecordingTransport):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.node_ranks = range(self.rank // 2 * 2, self.rank // 2 * 2 + 2)
-
-    module = Stack(2).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, PLENTY)
-        take, taken = train.model.traffic.bytes_since_last_call, []
-        train.model.traffic.bytes_since_last_call = lambda: taken.append(take()) or taken[-1]
-        train.step(2)
-        parts = [0, 0]
-        for layout in transport.layouts:
-            for owner in set(range(4)) - {transport.rank}:
-                start, stop = layout.owned(owner)
-                parts[owner // 2 != transport.rank // 2] += (stop - start) * ITEM_BYTES
-        assert taken == [[*parts, *parts]]
-
-    run_ranks(4, work, transport=TwoNodes)
-
-
 @on_ranks(2, transport=Adversary)
 def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module

@@ -5,7 +5,6 @@ from adversary import Adversary
 from ranks import RecordingTransport, on_ranks, run_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.spans import SpanRecorder
@@ -23,7 +22,7 @@ def make_unit(transport: RecordingTransport) -> Unit:
 
 
 def make_pusher(transport: RecordingTransport, prefetch: int = 0) -> GradientPusher:
-    return GradientPusher(transport, prefetch, SpanRecorder(), TrafficCounter(transport))
+    return GradientPusher(transport, prefetch, SpanRecorder())
 
 
 def test_only_the_stretch_with_gradients_travels() -> None:

@@ -78,6 +78,7 @@ class DeviceParameters(WindowParameters):
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        self.traffic.add(self.layouts[index], self.dtype_of(index).itemsize)
         wait_for = self._events.pop(storage_address(buffer))
         if self.enqueues_only:
             self.world.progress.run_tasks()

@@ -153,6 +153,7 @@ class StagedWindowParameters(StagedParameters):
         """Start fetching unmapped shards into pinned memory, and copying mapped shards to the device."""
         windows, data, copied = self._windows, buffer.view(torch.uint8), None
         windows.world.progress.run_tasks()
+        windows.traffic.add(windows.layouts[index], windows.dtype_of(index).itemsize)
         plan = windows.fetch_plan(index)
         for owner, start, stop in plan.mapped:
             copied = self._copy(data[start:stop], windows.mapped_bytes(index, owner)[: stop - start], wait_for)

@@ -10,9 +10,9 @@
 The result is the same as with sharding over all ranks, up to the order of the sums.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from time import perf_counter
 
@@ -24,6 +24,7 @@ from typing_extensions import override
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
+from odc_mpi.comm.traffic import FETCHED, LOCATIONS, PUSHED, Traffic
 from odc_mpi.comm.transport import ShardStorage
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Message, Window, WindowParts, as_mpi_buffer, messages
@@ -54,6 +55,7 @@ class IslandExchange(ShardStorage):
         sums: WindowGradientStore,
     ) -> None:
         self._islands, self._parameters, self._gradients, self._sums = islands, parameters, gradients, sums
+        self.traffic = Traffic()
         self.wait_s = 0.0
         self._has_sent_frozen = False
         self._num_minibatches = 0
@@ -64,8 +66,9 @@ class IslandExchange(ShardStorage):
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
         super().plan(layouts)
+        num_bytes = self._sums.plan([self._column_layout(layout) for layout in layouts])
         self._start_minibatch()
-        return self._sums.plan([self._column_layout(layout) for layout in layouts])
+        return num_bytes
 
     @override
     def allocate(self) -> None:
@@ -88,15 +91,16 @@ class IslandExchange(ShardStorage):
         """Return the gradients of `parameter_shard(index)`, summed over all islands, without copying them."""
         return self._sums.shard(index)
 
-    def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return, by world rank, the bytes of parameters received from other islands and gradients pushed to them."""
-        received, pushed = Counter[int](), Counter[int]()
+    @cached_property
+    def bytes_per_minibatch(self) -> np.ndarray:
+        """Bytes of parameters received from other islands, then of gradients pushed to them, by `LOCATIONS`."""
+        num_bytes = np.zeros((2, len(LOCATIONS)), dtype=np.int64)
         for index in self.trainable_numels:
-            for other, rank in enumerate(self._islands.column_ranks):
-                if other != self._islands.index:
-                    received[rank] += self._owned(index, other)[1] * self._parameters.dtype_of(index).itemsize
-                    pushed[rank] += self._owned(index, other)[1] * self._sums.dtype.itemsize
-        return received, pushed
+            for other in set(range(self._islands.size)) - {self._islands.index}:
+                location, numel = int(other not in self._islands.column.node_ranks), self._owned(index, other)[1]
+                num_bytes[FETCHED, location] += numel * self._parameters.dtype_of(index).itemsize
+                num_bytes[PUSHED, location] += numel * self._sums.dtype.itemsize
+        return num_bytes
 
     def finish(self, indices: Iterable[int]) -> Work:
         """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
@@ -129,6 +133,7 @@ class IslandExchange(ShardStorage):
 
     def _start_minibatch(self) -> None:
         self._num_minibatches += 1
+        self.traffic.moved.append(self.bytes_per_minibatch)
         self._unfinished, self._unpushed = set(self.trainable_numels), set(self.trainable_numels)
 
     def _finish(self, indices: set[int]) -> None:

@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.traffic import PUSHED, Traffic
 from odc_mpi.comm.transport import GradientStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
     Message,
@@ -33,6 +34,7 @@ class WindowGradientStore(GradientStore, ShardStorage):
         super().__init__(dtype)
         self.world = world
         self.is_local = world.size == 1
+        self.traffic = Traffic(PUSHED, world.rank, world.node_ranks)
 
     @override
     def mapped_memory(self) -> list[torch.Tensor]:
@@ -90,6 +92,7 @@ class AccumulateGradientStore(WindowGradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         layout, values = self.layouts[index], as_mpi_buffer(gradient)
+        self.traffic.add(layout, self.dtype.itemsize, start, start + gradient.numel())
         what = f"accumulating the gradient of unit {layout.name}"
         owners, by_window = self._plan_of(layout.shard_numel, start, start + gradient.numel())
         with self.world.deadline(what, owners):

@@ -130,6 +130,7 @@ class MailboxGradientStore(WindowGradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         layout = self.layouts[index]
+        self.traffic.add(layout, self.dtype.itemsize, start, start + gradient.numel())
         owners, remote_ranges, local_ranges = self._plan_of(layout.shard_numel, start, start + gradient.numel())
         push = PendingPush(layout.name, index, gradient, self._slots.values(gradient), *remote_ranges.copy())
         self._queue.append(push)

@@ -50,7 +50,6 @@ class NodeCache(ShardStorage, ParameterStore):
         self._inner, self._world = inner, inner.world
         self._arrays: list[torch.Tensor] = []
         self._version = 1
-        self._shared_fetches: list[int] = []
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
@@ -107,13 +106,7 @@ class NodeCache(ShardStorage, ParameterStore):
         word, claim = int(self._state[index]), self._word(index, self._world.local_rank)
         if word < self._word(index, 0) and self._words.compare_and_swap(0, index, word, claim) == word:
             return Work(partial(self._finish, index, claim, self._inner.start_fetch(index, buffer)))
-        self._shared_fetches.append(index)
         return Work(partial(self._wait, index))
-
-    def take_shared_fetches(self) -> list[int]:
-        """Return the array index of each fetch that the cache has served without a transfer since the last call."""
-        indices, self._shared_fetches = self._shared_fetches, []
-        return indices
 
     def _word(self, index: int, local_rank: int) -> int:
         """Return the word of an array claimed by a rank on the node. The word of a ready array is larger by 1."""

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import copy_host
 from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
+from odc_mpi.comm.traffic import FETCHED, Traffic
 from odc_mpi.comm.transport import ParameterStore, ShardStorage
 from odc_mpi.comm.windows.rma import (
     CAN_DETACH_STORAGE,
@@ -57,7 +58,7 @@ class WindowParameters(ShardStorage, ParameterStore):
     def __init__(self, world: World, dtype: torch.dtype, kind: Callable[..., Window] = SharedWindow) -> None:
         super().__init__(dtype)
         self.world = world
-        self._kind = kind
+        self._kind, self.traffic = kind, Traffic(FETCHED, world.rank, world.node_ranks)
         self._shards: list[torch.Tensor] = []
         # Full arrays, if fetches do not copy. To torch, they share no storage with `_shards`, because autograd must not
         # mistake a change of a shard for a change of a saved tensor.
@@ -141,6 +142,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         self.world.progress.run_tasks()
         if not self.transfers:
             return Work()
+        self.traffic.add(self.layouts[index], self.dtype_of(index).itemsize)
         work = self.start_gets(index, buffer)
         # While the Gets are in flight, copy the mapped shards.
         data = buffer.view(torch.uint8)

@@ -12,11 +12,10 @@ as follows:
 parameters that autograd has saved.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.work import FetchWork
 from odc_mpi.shard.activity import ActivityReporter, in_backward
@@ -45,13 +44,11 @@ class UnshardedUnits:
         reshard_forbidden: True while modules hold the tensors of the units (`modules.materialized_parameters`).
     """
 
-    def __init__(
-        self, units: Sequence[Unit], transport: Transport, prefetch: int, spans: SpanRecorder, traffic: TrafficCounter
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], transport: Transport, prefetch: int, spans: SpanRecorder) -> None:
         self.units = units
         self.cache = CacheBudget()
         self.activity = ActivityReporter(transport.group)
-        self._transport, self._spans, self._traffic = transport, spans, traffic
+        self._transport, self._spans = transport, spans
         parameters = transport.parameters
         can_prefetch = parameters.enqueues_only or transport.thread_safe
         self._prefetch = prefetch if can_prefetch and parameters.transfers else 0
@@ -174,7 +171,7 @@ class UnshardedUnits:
             self.activity.update("fetching", unit.name)
         with self._spans.span("fetch"):
             if unit.state is UnitState.SHARDED:
-                self._start(unit, parameters.fetch)
+                unit.start_fetch(parameters.fetch)
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
@@ -185,11 +182,6 @@ class UnshardedUnits:
             )
         self._by_pointer |= {array.untyped_storage().data_ptr(): (unit, i) for i, array in enumerate(unit.arrays)}
 
-    def _start(self, unit: Unit, fetch: Callable[[int], FetchWork]) -> None:
-        unit.start_fetch(fetch)
-        for index in unit.indices:
-            self._traffic.add_fetch(index)
-
     def _prefetch_after(self, unit: Unit) -> None:
         self._predictor.record(unit)
         expected = self._predictor.predict(self._prefetch)
@@ -197,7 +189,7 @@ class UnshardedUnits:
             if following.state is UnitState.SHARDED:
                 if not following.is_root:
                     self._make_room(unit, self._max_others - (unit not in self.cache), expected)
-                self._start(following, self._fetch_ahead)
+                following.start_fetch(self._fetch_ahead)
                 self._held[following] = None
 
     def _fetch_ahead(self, index: int) -> FetchWork:

@@ -39,18 +39,16 @@ def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allo
     transport = allocate(window_transport(nodes, comm=CommConfig(progress="thread")), SIZES)
     parameters = transport.parameters
     assert parameters.transfers and parameters.stays_valid == (nodes.local_size == 2)
-    shared = 0
     for number in range(ROUNDS):
         values = [torch.full((numel,), 10.0 * number + index) for index, numel in enumerate(SIZES)]
         write_parameters(transport, values)
         time.sleep(0.02 * (nodes.rank == 1))
         for index in random.Random(100 * number + nodes.rank).sample(range(len(SIZES)), len(SIZES)):
             assert_fetched(transport, values, [index, index])
-        shared += len(parameters.take_shared_fetches()) if transport.node_cache else 0
         time.sleep(0.02 * (nodes.rank == 1))
         transport.complete_gradients(np.zeros(1))
-    shared = sum(shared for node, shared in nodes.gather_objects((nodes.node, shared)) if node == nodes.node)
-    assert shared == (3 * ROUNDS * len(SIZES) if nodes.local_size == 2 else 0)
+    fetches = nodes.gather_objects((nodes.node, len(transport.storages[0].traffic.moved)))
+    assert sum(count for node, count in fetches if node == nodes.node) == ROUNDS * len(SIZES) * (3 - nodes.local_size)
 
 
 def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):
@@ -62,12 +60,32 @@ def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate
     nodes.gather_objects(None)
     if nodes.rank == 0:
         assert not parameters.fetch(3).wait().any()
-        assert parameters.take_shared_fetches() == [3]
+        assert not any(transport.take_traffic())
     if nodes.rank == 1:
         transport.gradients.push(3, gradient).wait()
         assert not fetch.wait().any()
     transport.complete_gradients(np.zeros(1))
     assert_sums(transport, [*map(torch.zeros, SIZES[:3]), gradient])
+
+
+@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
+@pytest.mark.parametrize("kind", ["window", "staged", "device"])
+def test_bytes_are_counted_by_the_node_of_their_owner(nodes, allocate, kind, reduction):
+    settings = CommConfig(node_cache="off", progress="thread", reduction=reduction)
+    transport = window_transport(nodes, comm=settings, device=LateDevice() if kind == "device" else None)
+    transport = allocate(staged(transport, LateDevice()) if kind == "staged" else transport, SIZES)
+    parameters, counts = transport.parameters, np.zeros((2, 2))
+    for index, layout in enumerate(parameters.layouts):
+        parameters.release(parameters.fetch(index).wait())
+        gradient, half = transport.gradients.empty(4 * -(-layout.numel // 2)).view(torch.float32), layout.numel // 2
+        transport.gradients.prepare_push(gradient.fill_(1.0))
+        transport.gradients.push(index, gradient, half).wait()
+        for owner in set(range(nodes.size)) - {nodes.rank}:
+            start, stop = layout.owned(owner)
+            counts[:, int(owner not in nodes.node_ranks)] += 4 * (stop - start), 4 * max(0, stop - max(start, half))
+    assert transport.take_traffic() == counts.ravel().tolist()
+    assert not any(transport.take_traffic())
+    transport.complete_gradients(np.zeros(1))
 
 
 def test_there_is_no_cache_on_a_single_node(world, allocate):

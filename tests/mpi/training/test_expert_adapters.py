@@ -48,7 +48,9 @@ def test_layers_before_the_first_adapter_are_not_fetched_again(world, dataset_pa
         config = configure(dataset_path, **changes, **NO_CACHE)
         inputs = open_inputs(config, world.rank, world.size)
         with small_training.training(config, world, inputs) as (trainer, _):
-            trainer.model.traffic.add_fetch = (found := []).append
+            store, found = trainer.model._transport.parameters, []
+            fetch = store.fetch
+            store.fetch = lambda index, fetch=fetch, found=found: found.append(index) or fetch(index)
             trainer.step()
             of_layers = [unit.indices[-1] for unit in trainer.model.units if not unit.is_root]  # their base parameters
         fetched[layers] = [of_layers.index(index) for index in found if index in of_layers]

@@ -4,7 +4,6 @@ import torch
 from ranks import RecordingTransport, on_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.shard.spans import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS, UnshardedUnits
@@ -44,7 +43,7 @@ def simple(transport: RecordingTransport, count: int, prefetch: int = 0) -> tupl
 
 
 def unsharded_units(units: list[Unit], transport: RecordingTransport, prefetch: int = 0) -> UnshardedUnits:
-    return UnshardedUnits(units, transport, prefetch, SpanRecorder(), TrafficCounter(transport))
+    return UnshardedUnits(units, transport, prefetch, SpanRecorder())
 
 
 def states(units: Sequence[Unit]) -> str:
