@@ -16,8 +16,8 @@ Note: in-place changes
     and when a unit is resharded. Changes through `.data` or numpy are not detected.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 
 import torch
@@ -69,16 +69,32 @@ class Unit:
         `fetch` is `ParameterStore.fetch` or a function that fetches the array on the fetch thread.
         """
         assert self.state is UnitState.SHARDED
-        self._fetches = [fetch(index) for index in self.indices]
+        with self._waits_after_error():
+            for index in self.indices:
+                self._fetches.append(fetch(index))
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
         """Wait until the fetch is complete. One-sided. If the fetch raises an exception, the unit is sharded again."""
         assert self.state is UnitState.FETCHING
-        fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
-        self.arrays = [fetch.wait() for fetch in fetches]
+        with self._waits_after_error():
+            arrays = []
+            while self._fetches:
+                arrays.append(self._fetches.pop(0).wait())
+        self.arrays = arrays
         self.state = UnitState.UNSHARDED
+
+    @contextmanager
+    def _waits_after_error(self) -> Iterator[None]:
+        """After an error, wait for the other fetches, which may still write to their buffers."""
+        try:
+            yield
+        except Exception:
+            while self._fetches:
+                with suppress(Exception):
+                    self._fetches.pop(0).wait()
+            raise
 
     def reshard(self, release: Callable[[torch.Tensor], None], *, in_buffers: bool) -> None:
         """Pass the full arrays of an unsharded unit to `release`. `in_buffers` is True if they are in buffers."""

@@ -1,11 +1,13 @@
 from collections.abc import Sequence
 
+import pytest
 import torch
 from ranks import RecordingTransport, on_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.shard.spans import SpanRecorder
-from odc_mpi.shard.units.unit import Unit
+from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS, UnshardedUnits
 
 
@@ -67,6 +69,29 @@ def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTra
     unsharded.unshard(units[2])
     assert states(units) == "usuus"
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
+
+
+@pytest.mark.parametrize(("where", "ended"), [("start", [0]), ("wait", [0, 1, 2])])
+def test_the_other_fetches_of_a_unit_end_before_an_error_is_raised(where: str, ended: list[int]) -> None:
+    found: list[int] = []
+
+    def fail(at: str, index: int) -> None:
+        if (at, index) == (where, 1):
+            raise ConnectionError
+
+    def fetch(index: int) -> FetchWork:
+        def arrive() -> None:
+            found.append(index)
+            fail("wait", index)
+
+        fail("start", index)
+        return FetchWork(torch.empty(1), Work(arrive))
+
+    unit = Unit("u", [FlatLayout.build("u", specs("u", (1,)), 1)] * 3, range(3))
+    with pytest.raises(ConnectionError):
+        unit.start_fetch(fetch)
+        unit.wait()
+    assert (found, unit.state, unit.arrays) == (ended, UnitState.SHARDED, [])
 
 
 @on_ranks(1)
