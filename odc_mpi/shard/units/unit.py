@@ -79,10 +79,7 @@ class Unit:
         assert self.state is UnitState.FETCHING
         self.state = UnitState.SHARDED
         with self._waits_after_error():
-            arrays = []
-            while self._fetches:
-                arrays.append(self._fetches.pop(0).wait())
-        self.arrays = arrays
+            self.arrays = [self._fetches.pop(0).wait() for _ in self.indices]
         self.state = UnitState.UNSHARDED
 
     @contextmanager
