@@ -3,8 +3,8 @@
     window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, memory that the
                     ranks of a node map, or `Win.Create`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
-    reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox; always a
-                    mailbox if ranks map the memory of devices
+    reduction       Accumulate if it is one-sided, not much slower than Put, or of unknown speed (after the self-test of
+                    one node), otherwise Put into a mailbox; always a mailbox if ranks map the memory of devices
     progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
                     Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
     node_cache      on if nodes have several ranks that read shared memory, unless it turns out that there is no memory
