@@ -25,12 +25,13 @@ class NodeScope(ShardStorage, ParameterStore):
     Args:
         world: Ranks that shard the other arrays.
         inner: Store of the other arrays.
-        storages: Storages of `inner`, which this store allocates and frees.
+        storages: Storages of `inner`, of which the first counts the bytes moved. This store allocates and frees them.
     """
 
     def __init__(self, world: World, inner: ParameterStore, storages: Sequence[ShardStorage]) -> None:
         super().__init__(inner.dtype, inner.buffers)
         self._world, self._inner, self._storages = world, inner, list(storages)
+        self.traffic = storages[0].traffic
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
