@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from odc_mpi.slurm.job import SlurmJob
+from odc_mpi.jobs.scripts import SlurmJob
 
 _SWEEP = """\
 

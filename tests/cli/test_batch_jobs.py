@@ -85,25 +85,39 @@ def test_the_name_of_a_configuration_stays_what_it_is(config, tmp_path, capsys):
     assert f"set -- --config '{link}' \"$@\"" in script, "a link may be another file on a node"
 
 
-def test_submitting_prints_and_passes_the_exit_code_on(config, tmp_path, monkeypatch, capfd):
-    sbatch = tmp_path / "sbatch"
+def test_a_script_for_pbs(config, capsys):
+    options = ["--scheduler", "pbs", "--nodes", "4", "--ranks-per-node", "2", "--cores-per-rank", "6"]
+    options += ["--time", "1-00:00:30", "--partition", "long", "--account", "a", "--gpus-per-node", "2", "--name", "b"]
+    assert cli.main(["job", str(config), *options, "--run.steps", "5"]) == 0
+    script = capsys.readouterr().out
+    check(script)
+    assert max(map(len, script.splitlines())) <= 120
+    wanted = ["-N b", "-l select=4:ncpus=12:mpiprocs=2:ompthreads=6:ngpus=2", "-l place=scatter:excl"]
+    wanted += ["-l walltime=24:00:30", "-V -r y -j oe", "-q long", "-A a"]
+    assert re.findall("^#PBS (.*)$", script, re.MULTILINE) == wanted
+    assert f"set -- --config '{config}' --run.steps 5\n" in script and "mpiexec -n 8 " in script
+
+
+@pytest.mark.parametrize(("scheduler", "program"), [("slurm", "sbatch"), ("pbs", "qsub")])
+def test_submitting_prints_and_passes_the_exit_code_on(config, tmp_path, monkeypatch, capfd, scheduler, program):
+    sbatch, job = tmp_path / program, ["job", str(config), "--scheduler", scheduler, "--submit"]
     sbatch.write_text(f"#!/bin/sh\ncat > '{tmp_path}/script'\nexit 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert cli.main(["job", str(config), "--submit"]) == 7
+    assert cli.main(job) == 7
     script = (tmp_path / "script").read_text()
     assert script.startswith("#!/bin/bash\n")
     assert capfd.readouterr().out == script
     monkeypatch.setenv("PATH", "")
-    assert cli.main(["job", str(config), "--submit"]) == 2
+    assert cli.main(job) == 2
     printed = capfd.readouterr()
-    assert printed.out == script and re.fullmatch("odc-mpi: error: --submit.* sbatch .*\n", printed.err)
+    assert printed.out == script and re.fullmatch(f"odc-mpi: error: --submit.* {program} .*\n", printed.err)
 
 
 #: Records its arguments; srun and sbcast then do what the variable of their name contains.
 PROGRAM = """#!/bin/bash
 echo "{name} $*" >> "$CALLS"
-case " $* " in *" rm "*) exit 0 ;; esac
+case " $* " in *" rm "* | *" --version "*) exit 0 ;; esac
 eval "${name}"
 """
 #: Goes on until SIGUSR1, which it obeys.
@@ -119,7 +133,7 @@ class Place:
         self.path = path / "my jobs"
         self.path.mkdir()
         self.calls_path = self.path / "calls"
-        for name in ("srun", "sbcast", "scontrol"):
+        for name in ("srun", "sbcast", "scontrol", "mpiexec", "qsub"):
             program = self.path / name
             program.write_text(PROGRAM.format(name=name))
             program.chmod(0o755)
@@ -129,7 +143,13 @@ class Place:
         path.write_text(script)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         variables = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
-        variables |= {"srun": "true", "sbcast": "true", "scontrol": "true", "PATH": f"{self.path}:{os.environ['PATH']}"}
+        variables |= {
+            "srun": "true",
+            "sbcast": "true",
+            "scontrol": "true",
+            "qsub": "true",
+            "PATH": f"{self.path}:{os.environ['PATH']}",
+        }
         return subprocess.Popen(
             ["bash", path, *arguments], cwd=self.path, env=clean | variables | env, stderr=subprocess.PIPE, text=True
         )
@@ -166,7 +186,9 @@ TEMPLATES = templates()
 TRAIN = TEMPLATES["train"]
 STAGED = {"STAGE": "/local", "DATA": "data of mine.h5"}
 COPYING = 'touch "$CALLS.up"; exec sleep 30'
-REMOVED = "rm -f /local/12-data of mine.h5"
+REMOVED = "rm -rf /local/12-data of mine.h5"
+#: What `scontrol show job` prints while a job that Slurm wants its nodes from may still run.
+PREEMPTED = {"scontrol": 'echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=2026-01-01T00:00:00"'}
 
 
 DEAF = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
@@ -186,15 +208,34 @@ SAVED = f"(sleep 0.2; kill -TERM $$) & {UNTIL_SIGNALED.replace('USR1', 'TERM')}"
         # Signals while the data set is copied: nothing is trained.
         ((signal.SIGUSR1,), {"sbcast": COPYING, **STAGED}, 75, True, REMOVED),
         ((signal.SIGTERM,), {"sbcast": COPYING, **STAGED}, 143, False, REMOVED),
+        # Slurm preempts a job: the ranks alone get SIGTERM, before they handle it. Others fail at once.
+        ((), {"srun": "exit 143", **PREEMPTED}, 75, True, ""),
+        ((), {"srun": "exit 143", "scontrol": "echo PreemptEligibleTime=2026 PreemptTime=None"}, 143, False, ""),
         # A run that fails leaves no copy.
         ((), {"srun": "exit 2", **STAGED}, 2, False, REMOVED),
     ],
 )
 def test_how_a_job_ends(place, signals, env, code, requeued, last_step):
     assert (place.signal(*signals, **env) if signals else place.run(TRAIN, **env)[0]) == code
-    assert place.calls("scontrol") == ["requeue 12"] * requeued
+    assert [call for call in place.calls("scontrol") if call != "show job 12"] == ["requeue 12"] * requeued
     steps = place.calls("srun")
     assert steps[-1].endswith(last_step) and (len(steps) == 1 or "exit 2" in env.get("srun", ""))
+    assert not list(place.path.glob(".*stop*"))
+
+
+@pytest.mark.parametrize(
+    ("after_s", "mpiexec", "code", "submitted"),
+    [(1, UNTIL_SIGNALED, 75, True), (1, "exit 0", 0, False), (100, "exit 7", 7, False)],
+)
+def test_pbs_jobs_save_before_their_limit(place, config, capsys, after_s, mpiexec, code, submitted):
+    assert cli.main(["job", str(config), "--scheduler", "pbs", "--time", "5"]) == 0
+    script = capsys.readouterr().out.replace("300 - 120", str(after_s))
+    variables = {"PBS_JOBID": "3.server", "PBS_O_WORKDIR": str(place.path), "PBS_NODEFILE": "nodes"}
+    began = time.monotonic()
+    assert place.run(script, mpiexec=mpiexec, **variables)[0] == code
+    assert time.monotonic() - began < 20, "nothing waits for the timer"
+    assert place.calls("mpiexec")[-1] == f"-n 8 --hostfile nodes odc-mpi train --config {config}"
+    assert place.calls("qsub") == [f"-v ODC_MPI_RESUBMITTED=1 {place.path / 'script'}"] * submitted
     assert not list(place.path.glob(".*stop*"))
 
 
@@ -217,7 +258,7 @@ def test_the_copy_is_used_for_training_and_removed_if_the_ranks_cannot(place):
     assert call.endswith("--config c --data.path /local/12-data of mine.h5")
     staged = {"STAGE": str(place.path), "DATA": str(place.path / "data")}
     assert place.run(TRAIN, sbcast=f"touch '{left}'", **staged) == (0, "")
-    assert not left.exists() and place.calls("srun")[-1].endswith(f"rm -f {left}")
+    assert not left.exists() and place.calls("srun")[-1].endswith(f"rm -rf {left}")
 
 
 @pytest.mark.parametrize(

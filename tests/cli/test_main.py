@@ -72,6 +72,9 @@ ERRORS = {
     "job CONFIG --gpus-per-node '$(id)'": "--gpus-per-node...$(id)",
     "job CONFIG --mpi 'pmix; id'": "--mpi...pmix; id",
     "job CONFIG --name a/b": "--name...a/b",
+    "job CONFIG --scheduler lsf": "--scheduler...lsf...slurm...pbs",
+    "job CONFIG --scheduler pbs --stage d": "--stage: expected --scheduler slurm, got pbs",
+    "job CONFIG --scheduler pbs --time 0": "--time: expected a time limit for PBS, got '0'",
     "job --run.steps 5 CONFIG": "5: expected a configuration file...CONFIG comes first",
 }
 

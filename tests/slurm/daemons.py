@@ -17,8 +17,9 @@ import machine
 import mpi_launch
 from machine import run
 
-NODES = ("node0", "node1")
-ADDRESSES = {"controller": "10.77.0.10", "node0": "10.77.0.11", "node1": "10.77.0.12"}
+#: The third is only in the partitions of the test on preemption, so that no other job is preempted.
+NODES = ("node0", "node1", "node2")
+ADDRESSES = {"controller": "10.77.0.10", "node0": "10.77.0.11", "node1": "10.77.0.12", "node2": "10.77.0.13"}
 #: Where each node finds a directory that the other does not see.
 SCRATCH = "/run/scratch"
 #: What Slurm reads and writes.
@@ -57,8 +58,13 @@ ReturnToService=2
 KillWait=5
 OverTimeLimit=0
 MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:2
+PartitionName=all Nodes=node0,node1 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:2
+PartitionName=grace Nodes=node2 GraceTime=60 State=UP
+PartitionName=nograce Nodes=node2 State=UP
+PartitionName=high Nodes=node2 PriorityTier=10 PreemptMode=OFF State=UP
 """
 NODE = (
     "NodeName={name} NodeHostname=controller NodeAddr={address} Port={port} CPUs={cores} RealMemory=1000 State=UNKNOWN"
@@ -84,7 +90,7 @@ def make_machine():
 
 
 def write_configuration():
-    ports = dict(zip(NODES, (7010, 7011), strict=True))  # each slurmd listens at all addresses
+    ports = {name: 7010 + i for i, name in enumerate(NODES)}  # each slurmd listens at all addresses
     nodes = "\n".join(
         NODE.format(name=name, address=ADDRESSES[name], port=ports[name], cores=os.cpu_count()) for name in NODES
     )

@@ -3,9 +3,12 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import yaml
@@ -23,6 +26,9 @@ SCRATCH = "/run/scratch"
 #: How docs/clusters.md starts commands that end by themselves.
 SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=1 --cpu-bind=cores --mem-bind=local --gpu-bind=none odc-mpi"
 TWO_NODES = ["--nodes=2"]
+#: Partitions of a node whose jobs are put into the queue again for a job of the partition `high`.
+PREEMPTED = ("grace", "nograce")
+NEVER = ("--run.resume", "never")
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +38,7 @@ def jobs(place, request):
         "rendered": render(place),
         "single": stage(place),
         "lost": place.train("train", *place.records("lost"), *EVERY_10, options=TWO_NODES),
-        "pair": place.train("train", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
+        "pair": pair(place),
         "within": within(place),
     }
     with ThreadPoolExecutor() as others:
@@ -45,13 +51,31 @@ def jobs(place, request):
 def jobs_of_any_library(place, others):
     sweep = place.train("sweep", options=["--array=0-1"])
     stopped = place.train("train", "--run.dir", "stopped", options=TWO_NODES)
+    preempted = {
+        name: place.train("train", "--run.dir", name, *NEVER, options=[f"--partition={name}"]) for name in PREEMPTED
+    }
     return {
+        **preempted,
+        "preempting": others.submit(preempt, place),
         "sweep": sweep,
         "stopped": stopped,
         "nowhere": place.train("train", options=TWO_NODES, STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
         "stopping": others.submit(send_stop_twice, place, stopped, "stopped"),
         "stopping the last": others.submit(send_stop, place, f"{sweep}_1", f"runs/sweep-{sweep}/1"),
     }
+
+
+def pair(place):
+    """Train on two ranks in a copy of a small virtual environment, which sees the packages of this one."""
+    run = partial(subprocess.run, cwd=place.path, check=True)
+    run([sys.executable, "-m", "venv", "--without-pip", "small"])
+    (packages,) = place.path.glob("small/lib/python*/site-packages")
+    program = f"import site, sys; site.addsitedir({sysconfig.get_path('purelib')!r}); "
+    packages.joinpath("all.pth").write_text(f"{program}open({str(place.path / 'prefixes')!r}, 'a').write(sys.prefix)\n")
+    run(["tar", "-cf", "small.tar", "-C", "small", "."])
+    # mpi4py looks for the MPI library of a wheel in the environment of its Python.
+    variables = {"STAGE": SCRATCH, "DATA": place.data, "VENV_TAR": "small.tar", "LD_LIBRARY_PATH": f"{sys.prefix}/lib"}
+    return place.train("train", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"], **variables)
 
 
 def render(place):
@@ -81,18 +105,26 @@ def stage(place):
     )
 
 
-def send_stop(place, job, run):
+def send_stop(place, job, run, *to):
+    """Stop a job in the middle of the training, by default by signals to its step alone, as with --signal=USR1."""
     place.wait_for_steps(10, run)
-    # What --signal of the template brings before the time is up.
-    return place.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    return place.cluster.run("scancel", "--signal=USR1", *to, job)
 
 
 def send_stop_twice(place, job, run):
-    """Stop a job while its ranks load libraries, and in the middle of the training."""
+    """Stop a job while its ranks load libraries, as the template's --signal does, and later all of its processes."""
     steps = ("squeue", "--steps", "--noheader", "--jobs", job)
     assert wait_until(lambda: f"{job}.0 " in place.cluster.run(*steps).out, LIMIT_S, every_s=0.1), "no ranks"
     assert place.cluster.run("scancel", "--batch", "--signal=USR1", job).code == 0
-    return send_stop(place, job, run)
+    return send_stop(place, job, run, "--full")
+
+
+def preempt(place):
+    """Submit a job that needs the nodes of others."""
+    for name in PREEMPTED:
+        place.wait_for_steps(10, name)
+    options = ("--partition=high", "--ntasks-per-node=2", "--exclusive")
+    return place.command("true", *options)
 
 
 def kill_a_rank(place, job):
@@ -127,6 +159,11 @@ def test_a_data_set_is_staged(place, jobs):
         place.finish(jobs[run])
         config = yaml.safe_load((place.path / run / "config.yaml").read_text())
         assert config["data"]["path"] == f"{SCRATCH}/{jobs[run]}-small.h5"
+
+
+def test_an_environment_is_staged(place, jobs):
+    place.finish(jobs["pair"])
+    assert f"{SCRATCH}/{jobs['pair']}-venv" in (place.path / "prefixes").read_text()
 
 
 def test_a_data_set_that_cannot_be_staged(place, jobs):
@@ -173,6 +210,17 @@ def test_a_stopped_job_continues_by_itself(place, jobs):
     place.finish(jobs["rendered"])
     assert place.losses("stopped") == pytest.approx(place.losses("rendered"), rel=1e-5)
     assert not list(place.path.glob(".*.stopped"))
+
+
+def test_preempted_jobs_save_once_and_continue(place, jobs):
+    """Their ranks have a minute after SIGTERM in the partition `grace`, and KillWait in the other."""
+    place.finish(jobs["preempting"].result())
+    for name in PREEMPTED:
+        output = place.finish(jobs[name])
+        (after,) = map(int, re.findall(r"stopped on request after step (\d+); checkpoint saved", output))
+        assert f"resuming from step {after}:" in output and 10 <= after < STEPS
+        assert place.summary(name)["slurm_restarts"] == 1 and len(place.losses(name)) == STEPS
+        assert not list((place.path / name).glob("earlier-*"))
 
 
 @pytest.mark.library
@@ -250,4 +298,4 @@ def test_nothing_is_left_on_the_nodes(place):
     assert left.out.split() == []
     left = place.cluster.run("srun", "--nodes=2", "--ntasks=2", "ls", SCRATCH, timeout_s=LIMIT_S)
     assert left.code == 0
-    assert "small" not in left.out
+    assert "small" not in left.out and "venv" not in left.out
