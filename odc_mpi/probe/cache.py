@@ -24,12 +24,16 @@ _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFI
 
 def stack_key(library: str) -> dict[str, Any]:
     """Return the part of a cache key that identifies the software. `library` is MPI_Get_library_version's result."""
-    settings = {
+    return {"library": library, "mpi4py": mpi4py.__version__, "settings": mpi_settings()}
+
+
+def mpi_settings() -> dict[str, str]:
+    """Return the environment variables that configure MPI libraries."""
+    return {
         name: value
         for name, value in sorted(os.environ.items())
         if name.startswith(_SETTINGS) and not name.startswith(_JOB_VARIABLES)
     }
-    return {"library": library, "mpi4py": mpi4py.__version__, "settings": settings}
 
 
 def cache_directory() -> Path:

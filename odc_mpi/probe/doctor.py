@@ -114,6 +114,8 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     shared_memory = "none" if report.shm_bytes is None else f"{report.shm_bytes / 2**20:,.0f} MiB free"
     properties = Table.grid(padding=(0, 3))
     properties.add_row("MPI library", report.library)
+    properties.add_row("loaded, opened", "\n".join(report.files))
+    properties.add_row("its variables", "\n".join(report.variables) or "none")
     properties.add_row("thread level", report.thread_level)
     properties.add_row("memory model", _MODELS[report.memory_model])
     properties.add_row("nodes, ranks", f"{report.nodes}, {layout}")
@@ -129,6 +131,8 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     console.print("a run will use", _choices(decision), sep="\n")
     if on_device is not None:
         console.print("", "with run.device cuda", _choices(on_device), sep="\n")
+    if "/dev/cxi" in " ".join(report.files) and "FI_MR_CACHE_MONITOR=userfaultfd" not in report.variables:
+        console.print("Slingshot: set FI_MR_CACHE_MONITOR=userfaultfd; without it, jobs have been seen to hang")
     for problem in report.problems:
         console.print(f"Problem: {problem}")
 

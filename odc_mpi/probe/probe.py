@@ -22,7 +22,7 @@ from odc_mpi.probe.gpu import has_gpu
 from odc_mpi.probe.operations import COUNTER_BYTES
 from odc_mpi.probe.report import OPERATIONS, OnMessage, ProbeReport, SharedMemory
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared
-from odc_mpi.runtime.library import thread_level
+from odc_mpi.runtime.library import loaded_files, thread_level
 from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ChildMessage, child_main
 from odc_mpi.runtime.world import World
@@ -73,6 +73,8 @@ def environment_report(world: World) -> ProbeReport:
     """Return a report on the library and the layout of the ranks, without trial results."""
     return ProbeReport(
         library=world.mpi_library,
+        files=tuple(loaded_files()),
+        variables=tuple(f"{name}={value}" for name, value in cache.mpi_settings().items()),
         thread_level=thread_level(),
         memory_model=world.memory_model,
         nodes=world.num_nodes,

@@ -106,12 +106,16 @@ class ProbeReport:
     """All results of a probe.
 
     Attributes:
+        files: Paths of the MPI libraries that rank 0 has loaded, and of network devices that it has open.
+        variables: Environment variables that configure the MPI library, as "NAME=value".
         shm_bytes: Minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
         problems: Problems of trials, each as "trial: problem", such as "same_node put: no answer within 12 s". Names of
             trials of device windows begin with "device", as in "device window" or "device same_node put".
     """
 
     library: str | None = None
+    files: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     thread_level: str | None = None
     memory_model: str | None = None
     nodes: int = 0

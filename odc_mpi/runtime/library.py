@@ -10,6 +10,9 @@ launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE
 """
 
 import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from mpi4py import MPI
 
@@ -28,6 +31,21 @@ def is_mpich(version: str) -> bool:
     """
     named = any(name in version.lower() for name in ("mpich", "mvapich", "intel(r) mpi"))
     return named and not version.startswith("Open MPI")  # whose version contains the name of the host that built it
+
+
+def loaded_files() -> list[str]:
+    """Return the paths of the MPI libraries that this process has loaded, and of network devices that it has open."""
+    paths = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            paths.add(str(link.readlink()))
+    return select_files(paths)
+
+
+def select_files(paths: Iterable[str]) -> list[str]:
+    """Return the paths of MPI libraries, such as Cray's libmpi_gnu_123.so.12, and of devices of fast networks."""
+    pattern = r".*/libmpi(ch)?(_\w+)?\.so[.\d]*|/dev/(cxi\d|infiniband/uverbs|hfi1_).*"
+    return sorted(path for path in paths if re.fullmatch(pattern, path))
 
 
 def memory_model(win: MPI.Win) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
-from odc_mpi.runtime.library import is_mpich, library_name
+from odc_mpi.runtime.library import is_mpich, library_name, select_files
 from odc_mpi.runtime.start import launch as launcher
 from odc_mpi.runtime.start import pmi
 from odc_mpi.runtime.start.start_times import StartTimes, process_start
@@ -84,6 +84,18 @@ def test_phases_and_their_parts_add_up_to_the_time_since_the_start():
 def no_launcher(monkeypatch):
     for name in (*pmi._SIZE_VARIABLES, pmi._SLURM_SIZE, *pmi._PMI, "PMIX_RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_the_files_of_a_library():
+    mpi = [
+        "/opt/cray/libmpi_gnu_123.so.12",
+        "/usr/lib/libmpi.so.40.40.7",
+        "/usr/lib/libmpich.so.12",
+        "/v/libmpi_abi.so.0",
+    ]
+    devices = ["/dev/cxi0", "/dev/hfi1_0", "/dev/infiniband/uverbs0"]
+    others = ["/v/libmpicxx.so.12", "/v/mpi4py/MPI.mpich.cpython-311.so", "/dev/shm/a", "/dev/null", "socket:[1]"]
+    assert select_files({*mpi, *devices, *others}) == sorted([*mpi, *devices])
 
 
 @pytest.mark.parametrize(

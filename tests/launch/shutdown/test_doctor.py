@@ -81,7 +81,7 @@ def check_get_alone_was_answered(found, how):
 def healthy(tmp_path_factory):
     """The answer of the doctor on two ranks, and the variable that says where it is kept."""
     home = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    done = odc_mpi(2, "doctor", "--json", **home)
+    done = odc_mpi(2, "doctor", "--json", **home, FI_PROVIDER="tcp")
     assert done.code == 0, done.err
     assert done.seconds < 60
     return answer(done), home
@@ -93,6 +93,8 @@ def test_json(healthy):
     assert found["ranks_per_node"] == [2]
     assert found["nodes"] == 1
     assert found["thread_level"] == "MPI_THREAD_MULTIPLE"
+    assert "FI_PROVIDER=tcp" in found["variables"]
+    assert [path for path in found["files"] if Path(path).name.startswith("libmpi") and Path(path).exists()]
     assert found["memory_model"] == "unified"
     assert found["problems"] == []
     choices = {name: made["choice"] for name, made in found["decision"].items()}
@@ -123,6 +125,13 @@ def test_the_table_fits_a_terminal():
     assert [row[2] for row in rows] == ["Get", "Put", "Fetch_and_op", "Accumulate"]
     assert all(row[-1] == "yes" for row in rows)
     assert sum(line.split()[:2] == ["progress", "off"] for line in lines) == 1, "one voice"
+
+
+@pytest.mark.parametrize(("variable", "warned"), [("FI_PROVIDER=cxi", 1), ("FI_MR_CACHE_MONITOR=userfaultfd", 0)])
+def test_the_variable_without_which_slingshot_hangs(capsys, variable, warned):
+    report = ProbeReport(library="MPICH 4.1", files=("/dev/cxi0", "/opt/libmpi_gnu_123.so.12"), variables=(variable,))
+    doctor._print_tables(report, decide(report), None)
+    assert capsys.readouterr().out.count("set FI_MR_CACHE_MONITOR=userfaultfd") == warned
 
 
 def test_a_single_rank_says_how_to_start_a_peer():
