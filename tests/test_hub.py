@@ -85,9 +85,28 @@ def test_an_incomplete_snapshot_is_not_used(cache, files, index, weights):
     assert hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights) == str(snapshot)
 
 
-@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_without_a_network_the_line_comes_at_once(tmp_path, settings):
-    words = [sys.executable, "-m", "odc_mpi", "prepare", "stdlib", "--out", "x.h5", "--tokenizer", "Owner/Name"]
+@pytest.mark.parametrize(
+    ("settings", "within"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, []),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, []),
+        # No interface and no route, as on the nodes of many clusters.
+        pytest.param({}, ["unshare", "--net"], marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+    ],
+)
+def test_without_a_network_the_line_comes_at_once(tmp_path, settings, within):
+    words = [
+        *within,
+        sys.executable,
+        "-m",
+        "odc_mpi",
+        "prepare",
+        "stdlib",
+        "--out",
+        "x.h5",
+        "--tokenizer",
+        "Owner/Name",
+    ]
     began = time.monotonic()
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **settings}
     found = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

@@ -184,7 +184,7 @@ class _Plan:
             path=self.output_paths[0],
             tokenizer=self.tokenizer_path,
             chat_template=self.options.chat_template,
-            trained_on="" if self.options.tokenizer else ", ".join(self.source_specs),
+            trained_on="" if self.options.tokenizer else truncate_text(", ".join(self.source_specs), 200),
             eval_path=self.output_paths[1] if self.options.eval_fraction else None,
             folders=[source.describe_folder() for source in self.sources if source.is_folder],
             **counts,

@@ -39,6 +39,7 @@ class StopRequest(Callback):
         self.requested = self.requested_on_any_rank = False
         self._received, self._closed = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._exit_on_next_signal, name="odc_mpi-stop", daemon=True)
+        self._pid = os.getpid()
         self._previous_handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -71,6 +72,12 @@ class StopRequest(Callback):
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked worker. A scheduler may send SIGUSR1 to all processes; the others end it, as Process.terminate.
+            if number != signal.SIGUSR1:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         if not self.requested and number != signal.SIGUSR1:
             _print_notice(number)
         self.requested = True

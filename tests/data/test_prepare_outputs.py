@@ -71,6 +71,20 @@ def test_only_data_sets_are_replaced(folder, out, create, words):
     changes_nothing(f"{words}...: change --out", ["a.jsonl", "shards"], out, **options)
 
 
+def test_three_thousand_sources(folder):
+    """More than may be open at the same time; the report does not list them all."""
+    names = [f"shards/{i}.jsonl" for i in range(3000)]
+    for name in names:
+        (folder / name).write_text(LINE)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        lines = make(names, "many.h5").splitlines()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert lines[0].startswith("many.h5: 3,000 sequences") and max(map(len, lines)) < 320
+
+
 def test_data_of_other_sources_are_replaced_on_request(folder):
     """A link to a data set remains a link."""
     (folder / "link.h5").symlink_to("a.h5")
