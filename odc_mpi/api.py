@@ -191,7 +191,8 @@ def choose_device(world: World) -> tuple[str, str]:
     if None not in uuids and len(set(uuids)) == world.size:
         return "cuda", "each rank has a GPU"
     if not any(uuids):
-        return "cpu", "torch finds no GPU"
+        sees = "only an Intel XPU, which is not supported" if torch.xpu.is_available() else "no GPU"
+        return "cpu", f"torch finds {sees}"
     if None in uuids:
         return "cpu", f"rank {uuids.index(None)} has no GPU"
     return "cpu", f"{world.size} ranks share {'a GPU' if len(set(uuids)) == 1 else f'{len(set(uuids))} GPUs'}"

@@ -22,5 +22,7 @@ def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
 def test_a_machine_without_a_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("cpu", 0) is None
-    with pytest.raises(UserError, match=r"run.device: cuda needs a GPU, torch .* sees none: set it to cpu"):
-        find_device("cuda", 0)
+    for is_xpu, sees in ((False, "none"), (True, "only an Intel XPU, which is not supported")):
+        monkeypatch.setattr(torch.xpu, "is_available", lambda is_xpu=is_xpu: is_xpu)
+        with pytest.raises(UserError, match=rf"run.device: cuda needs a GPU, torch .* sees {sees}: set it to cpu"):
+            find_device("cuda", 0)

@@ -32,7 +32,8 @@ class Device:
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         num_visible = torch.cuda.device_count()
-        self.name = f"{torch.cuda.get_device_name(index)} ({num_visible} visible), CUDA {torch.version.cuda}"
+        platform = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        self.name = f"{torch.cuda.get_device_name(index)} ({num_visible} visible), {platform}"
         # Of high priority, because the next kernels of the computation wait for their copies and additions.
         self._fetch_stream, self._push_stream, self._add_stream = (
             torch.cuda.Stream(self.torch_device, priority=-1) for _ in range(3)
@@ -214,7 +215,8 @@ def find_device(kind: str, host_rank: int) -> Device | None:
         return None
     if not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "is built without CUDA and"
-        raise UserError(f"run.device: cuda needs a GPU, torch {torch.__version__} {built} sees none: set it to cpu")
+        sees = "only an Intel XPU, which is not supported" if torch.xpu.is_available() else "none"
+        raise UserError(f"run.device: cuda needs a GPU, torch {torch.__version__} {built} sees {sees}: set it to cpu")
     index = host_rank % torch.cuda.device_count()
     # Tensors created without a device index, such as a user's own, are then on this GPU, too.
     torch.cuda.set_device(index)
@@ -240,6 +242,8 @@ def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _cupy() -> Any:
+    if torch.version.hip:
+        raise UserError("comm.window_device: cuda needs an NVIDIA GPU, but torch is built for ROCm: set it to cpu")
     try:
         import cupy
     except ImportError as error:

@@ -1,5 +1,7 @@
 """By which words a run comes to have windows on a device, with host memory in its place."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from late_device import LateDevice
@@ -9,6 +11,7 @@ from torch import nn
 from odc_mpi import api
 from odc_mpi.comm import factory
 from odc_mpi.comm.device import device_memory
+from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.device.device_memory import device_shard_bytes
 from odc_mpi.comm.device.device_stores import DeviceParameters, SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
@@ -87,6 +90,25 @@ def test_ranks_of_a_node_map_each_others_devices(world, monkeypatch):
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: LateDevice())
     decision = api.decide_for(world, CommConfig(zero_copy="off"), device="cuda")
     assert (decision.window.value, decision.window_device.value, decision.reduction.value) == ("map", "cuda", "mailbox")
+
+
+def test_a_torch_for_rocm_computes_on_its_gpus_with_windows_on_the_host(world, monkeypatch):
+    properties = SimpleNamespace(uuid=world.rank)
+    results = {"is_available": True, "device_count": 1, "set_device": None, "Stream": None, "memory_allocated": 0}
+    results |= {"get_device_name": "MI300X", "get_device_properties": properties, "memory_reserved": 0}
+    for name, result in {**results, "mem_get_info": (2**30, 2**30)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert api.choose_device(world) == ("cuda", "each rank has a GPU")
+    assert find_device("cuda", world.host_rank).name == "MI300X (1 visible), ROCm 6.4"
+    choice = api.decide_for(world, CommConfig(zero_copy="off"), device="cuda").window_device
+    assert choice.value == "cpu" and "needs an NVIDIA GPU, but torch is built for ROCm" in choice.reason
+
+
+def test_an_intel_xpu_is_not_used(world, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert api.choose_device(world) == ("cpu", "torch finds only an Intel XPU, which is not supported")
 
 
 def test_windows_on_a_device_go_with_a_model_there(world):
