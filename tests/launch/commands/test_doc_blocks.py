@@ -1,11 +1,15 @@
-"""Each block of README and docs that is marked `sh` or `python` runs as it is written, in the order of its page.
+"""Each block of README and docs that is marked `sh` or `python` runs as it is written, after those before it.
+
+Each is a test of its own, with the page and the line in its name.
 
 A page runs in a directory with a tiny model in MODEL_DIR, the files of data that pages name, and job.yaml with its run
 in runs/job. Lines that begin with `make` are left out. A Python block that begins with a comment such as `# train.py`
 is saved under this name, for the commands after it; others are run.
 """
 
+import functools
 import gzip
+import itertools
 import json
 import re
 import shutil
@@ -21,7 +25,22 @@ from odc_mpi.observe.metrics import read_declarations
 
 #: This page's commands, with a rank killed between two of them, are run by test_post_training.py.
 ELSEWHERE = ("start_to_end.md",)
-RUN = [page for page in PAGES if any(block.kind in EXECUTED for block in blocks(page)) and page.name not in ELSEWHERE]
+RUN = [
+    pytest.param(page, number, id=f"{page.stem}:{block.line}")
+    for page in PAGES
+    for number, block in enumerate(blocks(page))
+    if block.kind in EXECUTED and page.name not in ELSEWHERE
+]
+#: Commands of README in blocks that are only parsed here: the test or script that runs them, and words in it.
+COMMANDS = {
+    "git clone": (".ci/run", "make environment"),
+    "make run": ("tests/launch/commands/test_make_run.py", '"run-dpo", "run-rl"'),
+    "make test": (".ci/run", "make test\n"),
+    "pip install": ("tests/test_packaging.py", "install --quiet"),
+    ". .venv": (".ci/run", "make environment"),
+    "srun": ("tests/slurm/test_slurm.py", "{SRUN} doctor"),
+    "odc-mpi job": ("tests/slurm/test_slurm.py", '"odc-mpi", "job"'),
+}
 
 JOB = {
     "model": {"path": "MODEL_DIR"},
@@ -60,16 +79,42 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_blocks_run_as_written(files, page, tmp_path):
-    folder = tmp_path / "work"
-    shutil.copytree(files, folder, symlinks=True)
-    for block in blocks(page):
+@pytest.fixture(scope="module")
+def places(files, tmp_path_factory):
+    """Return the directory of a page, and the numbers of its blocks that have not run yet."""
+
+    @functools.cache
+    def place(page):
+        folder = tmp_path_factory.mktemp(page.stem) / "work"
+        shutil.copytree(files, folder, symlinks=True)
+        return folder, iter(range(len(blocks(page))))
+
+    return place
+
+
+@pytest.mark.parametrize(("page", "number"), RUN)
+def test_a_block_runs_as_written(places, page, number):
+    folder, remaining = places(page)
+    for each in itertools.takewhile(lambda each: each <= number, remaining):
+        block = blocks(page)[each]
         if block.kind == "python":
             run_program(block, folder)
         elif block.kind == "sh":
             run_commands(block, folder)
+        if each == number:
+            break  # takewhile would skip the next one
     check_metrics(folder)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, id=f"README:{block.line}") for block in blocks(PAGES[0]) if block.kind == "console"],
+)
+def test_a_block_of_readme_that_is_only_parsed_is_run_elsewhere(block):
+    for command in block.text.splitlines():
+        (runs,) = [runs for begin, runs in COMMANDS.items() if command.startswith(begin)]
+        assert runs[1] in (ROOT / runs[0]).read_text(), command
 
 
 def check_metrics(folder):

@@ -1,6 +1,7 @@
 """`make run` with a user's model: the recipe as it is, with a tiny model in place of SmolLM2."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,11 +23,11 @@ def model(tmp_path):
     return write_model(data, tmp_path / "tiny", vocab_size=2048, max_position_embeddings=2048)
 
 
-def make(tmp_path, *variables, **changes):
-    """Run `make run` in a directory of its own. Without `READY`, make takes the environment as it is."""
+def make(tmp_path, *variables, targets=("run",), **changes):
+    """Run make in a directory of its own. Without `READY`, make takes the environment as it is."""
     for name in ("Makefile", "constraints.txt", "jobs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    words = ["make", "run", f"VENV={sys.prefix}", "READY=", f"MPIEXEC={MPIEXEC}", *variables]
+    words = ["make", *targets, f"VENV={sys.prefix}", "READY=", f"MPIEXEC={MPIEXEC}", *variables]
     # Not as a part of the make that runs the tests.
     env = {
         name: value
@@ -55,3 +56,15 @@ def test_make_run_describes_functions_before_and_after_training(model, tmp_path)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 24 and summary["eval_loss"] < summary["eval_loss_start"]
     assert (run.with_name("tiny.adapters") / "adapter_config.json").exists() and (run / "report.html").exists()
+
+
+@pytest.mark.skipif(os.environ.get("ODC_MPI_LONG") != "1", reason="takes a minute and a half: make soak")
+@pytest.mark.timeout(400)
+def test_make_run_dpo_and_run_rl_with_two_steps(tmp_path):
+    few = tmp_path / "few"
+    few.write_text(f'#!/bin/sh\nexec {MPIEXEC} "$@" --run.steps 2\n')
+    few.chmod(0o755)
+    out = make(tmp_path, f"MPIEXEC={few}", targets=("run-dpo", "run-rl"))
+    assert out.count("[2 of 2]") == 2, "two numbers are sorted before the training and after"
+    for name in ("sft", "dpo", "grpo"):
+        assert json.loads((tmp_path / "runs" / "digits" / name / "summary.json").read_text())["steps"] == 2

@@ -21,7 +21,6 @@ echo "$number.server"
 
 
 @pytest.mark.library
-@pytest.mark.quick
 @pytest.mark.timeout(240)
 def test_a_pbs_job_that_is_signaled_submits_its_continuation(config, tmp_path, monkeypatch):
     """The signal reaches each process of the job, as by qsig: the script, mpiexec, its helpers and the ranks."""

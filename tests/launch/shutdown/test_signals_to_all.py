@@ -32,7 +32,6 @@ def signal_all(job, number, num_processes, spared=None):
     return job.finish()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_with_forked_workers_save_and_end(config, tmp_path, number):
     job = start(2, "-c", FORKING, "train", "--config", config, "--run.steps", ENDLESS, *CONSTANT)
