@@ -1,5 +1,6 @@
 """Content of an installed package: all folders, and the sources of the kernels."""
 
+import ast
 import configparser
 import os
 import re
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from mpi_launch import environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -41,6 +43,35 @@ def test_constraints_pin_every_dependency_within_its_range():
     for requirement in map(Requirement, filter(None, "\n".join(wanted).splitlines())):
         for version in pins[canonicalize_name(requirement.name)]:
             assert requirement.specifier.contains(version), f"{requirement}: make lock"
+
+
+#: Dependencies that recipes leave out since they are optional, or that other packages bring, and other names.
+LEFT_OUT = {"package.py": {"isal"}, ".eb": {"isal", "numpy", "safetensors", "tokenizers", "typing_extensions"}}
+NAMES = {"environment.yml": {"isal": "python-isal", "torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}}
+NAMES[".eb"] = {"torch": "PyTorch"}
+
+
+@pytest.mark.parametrize("name", ["environment.yml", "package.py", ".eb"])
+def test_a_recipe_has_the_dependencies_of_the_package(name):
+    (path,) = (ROOT / "jobs" / "packages").glob(f"*{name}")
+    text = path.read_text()
+    if name == "environment.yml":
+        words = filter(lambda word: isinstance(word, str), yaml.safe_load(text)["dependencies"])
+        found = dict(re.split("[>=]+", f"{word}=")[:2] for word in words)
+    elif name == "package.py":
+        calls = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Call) and each.args]
+        found = {call.args[0].value.removeprefix("py-") for call in calls if call.func.id == "depends_on"}
+        found = dict(re.split("[@:]", f"{word}@")[:2] for word in found)
+    else:
+        exec(text, variables := {})
+        found = dict(variables["dependencies"])
+    found = {canonicalize_name(key): version for key, version in found.items()}
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for requirement in map(Requirement, config["options"]["install_requires"].split("\n")[1:]):
+        if requirement.name not in LEFT_OUT.get(name, ()):
+            version = found[canonicalize_name(NAMES.get(name, {}).get(requirement.name, requirement.name))]
+            assert requirement.specifier.contains(version), requirement
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +126,38 @@ def run(command, cwd):
 
 def files(directory, pattern):
     return {path.relative_to(directory).as_posix() for path in directory.rglob(pattern) if path.is_file()}
+
+
+@pytest.mark.skipif(
+    os.environ.get("ODC_MPI_LONG") != "1" or not shutil.which("debootstrap") or os.geteuid() != 0,
+    reason="downloads packages for minutes: ODC_MPI_LONG=1 as root, with debootstrap",
+)
+@pytest.mark.timeout(1200)
+def test_the_container_is_built_in_a_root_directory(built, tmp_path):
+    """The part %post of jobs/container.def, with the machine's sources of packages and the torch that tests use."""
+    definition = (ROOT / "jobs" / "container.def").read_text()
+    post, environment = (
+        re.search(rf"^%{name}\n((?: .*\n|\n)*)", definition, re.M)[1] for name in ("post", "environment")
+    )
+    root = tmp_path / "root"
+    subprocess.run(["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", root], check=True)
+    (root / "opt" / "dist").mkdir()
+    shutil.copy(built[0], root / "opt" / "dist")
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    (root / "opt" / "torch.txt").write_text(f"{torch}\n")
+    for name in ("resolv.conf", "pip.conf", "hosts", "ssl/certs/ca-certificates.crt"):
+        if (path := Path("/etc") / name).exists():
+            shutil.copy(path, root / "etc" / name)
+    (root / "opt" / "wheels").mkdir()
+    begin = (
+        f"mount --bind /opt/wheels {root}/opt/wheels 2> /dev/null; mount -t proc proc {root}/proc; exec chroot {root}"
+    )
+    settings = {
+        "CONSTRAINT": "/opt/torch.txt",
+        "FIND_LINKS": "/opt/wheels",
+        "CERT": "/etc/ssl/certs/ca-certificates.crt",
+    }
+    export = "export " + " ".join(f"PIP_{name}={value}" for name, value in settings.items())
+    for script in (f"{export}\n{post}", f"{environment}\nodc-mpi job --help"):
+        words = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", f'{begin} sh -ec "$1"', "sh", script]
+        subprocess.run(words, check=True, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, timeout=1000)

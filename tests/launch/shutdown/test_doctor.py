@@ -1,7 +1,9 @@
 """`odc-mpi doctor` as a person runs it, and with a child that crashes, hangs or aborts."""
 
 import json
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -132,6 +134,16 @@ def test_the_variable_without_which_slingshot_hangs(capsys, variable, warned):
     report = ProbeReport(library="MPICH 4.1", files=("/dev/cxi0", "/opt/libmpi_gnu_123.so.12"), variables=(variable,))
     doctor._print_tables(report, decide(report), None)
     assert capsys.readouterr().out.count("set FI_MR_CACHE_MONITOR=userfaultfd") == warned
+
+
+def test_a_library_with_another_name(tmp_path):
+    """As in a container that is given Cray's library, for which mpi4py has a variable."""
+    library, other = Path(sys.prefix, "lib", "libmpi.so.12"), tmp_path / "libmpi_gnu_123.so.12"
+    if not library.exists():
+        pytest.skip("there is no MPICH from the package registry here")
+    shutil.copy(library, other)
+    done = odc_mpi(0, "doctor", "--json", MPI4PY_LIBMPI=other, LD_LIBRARY_PATH=library.with_name("mpich"))
+    assert answer(done)["files"] == [str(other)]
 
 
 def test_a_single_rank_says_how_to_start_a_peer():
