@@ -13,10 +13,10 @@ the same minibatches: plain torch in processes that exchange nothing (`ceiling`)
 `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes`, with `lb_mini` and with `dynamic`, and odc_mpi without
 caches. With `--islands`, only jobs on two hosts compare `ceiling`, the default and one island per host; with `--outer`,
 these islands train separately, and synchronize every 30 steps. With `--bases`, adapters train over a base in bf16 and
-in 4 bits, which is divided among all ranks (`world`) or those of each host (`node`). Each training is created from scratch, so that no thread
-of one takes time from another. Speeds are multiples of `ceiling` in the same round, so variations of the machine's
-speed affect both. Bytes are those of parameters and gradients per rank, and all that rank 0's host received over
-Ethernet.
+in 4 bits, which is divided among all ranks (`world`) or those of each host (`node`). Each training is created from
+scratch, so that no thread of one takes time from another. Speeds are multiples of `ceiling` in the same round, so
+variations of the machine's speed affect both. Bytes are those of parameters and gradients per rank, and all that rank
+0's host received over Ethernet.
 
 Each MPI library has its own environment: run the script with the python of each. `--link` is the argument of `tc qdisc
 add dev eth0 root`, applied to both ends of the link, so that a round trip takes twice its delay. A kernel without netem
