@@ -56,6 +56,14 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
         )
 
 
+def check_quantization(found: Mapping[str, Any] | None, record: Mapping[str, Any]) -> None:
+    """Raise `UserError` if the settings of a base's 4-bit weights differ from those in the checkpoint's `record`."""
+    expected, found = ({k: v for k, v in (each or {}).items() if k != "bitsandbytes"} for each in (record, found))
+    if expected != found:
+        texts = (", ".join(f"{key} {value}" for key, value in each.items()) or "none" for each in (expected, found))
+        raise UserError("model.load_in_4bit: expected the base as this run quantized it: {}, got {}".format(*texts))
+
+
 def describe_base(record: Mapping[str, Any]) -> str:
     """Return a description of a base model's origin for error messages. For `record`, see `check_base`."""
     quantization = record.get("quantization") or {}

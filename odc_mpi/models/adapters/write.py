@@ -59,6 +59,13 @@ def adapter_contents(
             f"WARNING: the run changed {', '.join(overrides)} of the base's configuration, which peft does not: make "
             f"the changes in {BASE_CONFIG} also in config.json of {location}, or export with --merge"
         )
+    quantization = metadata["base"].get("quantization") or {}
+    if "bitsandbytes" in quantization:
+        warn(
+            "WARNING: the adapters were trained over a base that was quantized to 4 bits, and fit its values: load the "
+            f"base with BitsAndBytesConfig of transformers (load_in_4bit, {quantization['bnb_4bit_quant_type']}, "
+            f"bnb_4bit_use_double_quant {quantization['bnb_4bit_use_double_quant']}), or export with --merge"
+        )
     return tensors, files
 
 

@@ -18,7 +18,7 @@ from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.loader import Part
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.islands.run_dir import island_directories
-from odc_mpi.models.adapters.check import check_base
+from odc_mpi.models.adapters.check import check_base, check_quantization
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.job_info import slurm_job
@@ -153,6 +153,8 @@ def check_resume_point(resume_point: ResumePoint, config: Config, world: World, 
     world.run_on_all(lambda: _check_fits(resume_point, config, inputs))
     base = inputs.model.base
     if base is not None:
+        recorded = resume_point.metadata["base"].get("quantization") or {}
+        world.run_on_all(lambda: check_quantization(inputs.model.quantization, recorded))
         world.run_on_all(lambda: check_base(base, resume_point.metadata["base"], world.rank, world.size))
     world.run_on_all(lambda: restore_buffers(inputs.model.module, resume_point.checkpoint))
 

@@ -45,11 +45,12 @@ def quantized(base):
     return torch_reference.in_4_bits(model, base.with_name("float"), torch.float32)
 
 
-def test_exported_adapters_fit_the_base_in_peft_and_merging_adds_them_to_its_values(world, run):
+def test_exported_adapters_fit_the_base_in_peft_and_merging_adds_them_to_its_values(world, run, capsys):
     base, run_dir = run[0], run[1]["run.dir"]
     out, merged = run_dir / "out", run_dir / "merged"
     if world.rank == 0:
         assert main(["export", str(run_dir), "--out", str(out)]) == 0
+        assert "load the base with BitsAndBytesConfig" in capsys.readouterr().err
         assert main(["export", str(run_dir), "--out", str(merged), "--merge", "--dtype", "float32"]) == 0
         plain = quantized(base)
         before = plain(TOKENS).logits
@@ -85,7 +86,7 @@ def test_completions_of_a_run_are_those_of_the_merged_model(world, run):
 
 
 def test_a_run_goes_on_over_the_same_bytes_only(world, run, dataset_path, shared_dir):
-    _, settings = run
+    settings = dict(run[1])
     more = configure(dataset_path, **settings | {"run.steps": 7})
     assert train(more, world)["steps"] == 7
     own = {**settings, "model.path": settings["run.dir"], "run.dir": shared_dir / "own", "run.steps": 2}
@@ -100,5 +101,8 @@ def test_a_run_goes_on_over_the_same_bytes_only(world, run, dataset_path, shared
     assert record["quantization"]["bnb_4bit_quant_type"] == "nf4" and record["quantization"]["bitsandbytes"]
     assert {"model.layers.0.mlp.up_proj", "model.safetensors:0"} <= record["sha256"].keys()
     other = configure(dataset_path, **settings | {"run.steps": 9, "model.bnb_4bit_quant_type": "fp4"})
-    with pytest.raises(AllRanksUserError, match=r"expected the base .*quantized by bitsandbytes .*self_attn.q_proj"):
+    with pytest.raises(AllRanksUserError, match=r"model.load_in_4bit: expected .* nf4, .*, got .* fp4, "):
         train(other, world)
+    del settings["model.load_in_4bit"]
+    with pytest.raises(AllRanksUserError, match=r"model.load_in_4bit: expected .* dtype float32, got none"):
+        train(configure(dataset_path, **settings | {"run.steps": 9}), world)
