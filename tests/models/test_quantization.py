@@ -15,6 +15,8 @@ from user_errors import refused
 
 from odc_mpi.models import build
 from odc_mpi.models.load import load_model
+from odc_mpi.models.quantization import linear
+from odc_mpi.models.quantization.library import cpu_kernel
 from odc_mpi.models.quantization.linear import SCALES, QuantizedLinear, hidden_numel, linear_layers
 from odc_mpi.models.quantization.quantize import SETTINGS, QuantizingWeights, quantize
 from odc_mpi.training import settings as configuration
@@ -30,13 +32,14 @@ DEFAULTS = dict(zip(SETTINGS, ("nf4", True), strict=True))
 def quantized_layer(weight, bias=None, quant_type="nf4", double_quant=True):
     """A quantized layer in memory, and its source of weights."""
     module = nn.ModuleDict({"x": nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")})
-    module["x"] = layer = QuantizedLinear(module["x"], double_quant=double_quant, stored_dtype=weight.dtype)
+    options = {"quant_type": quant_type, "double_quant": double_quant, "stored_dtype": weight.dtype}
+    module["x"] = layer = QuantizedLinear(module["x"], **options)
 
     class Weights:
         def read(self, name, start, stop):
             return weight.view(-1)[start:stop]
 
-    source = QuantizingWeights(Weights(), module, quant_type)
+    source = QuantizingWeights(Weights(), module)
     for name in ("weight", SCALES):
         parameter = getattr(layer, name)
         values = source.read(f"x.{name}", 0, parameter.numel()).view(parameter.shape)
@@ -45,6 +48,15 @@ def quantized_layer(weight, bias=None, quant_type="nf4", double_quant=True):
     return layer
 
 
+@pytest.fixture(params=[True, False], ids=["kernel", "torch"])
+def has_kernel(request, monkeypatch):
+    """With the kernel of bitsandbytes, or by torch."""
+    assert cpu_kernel() is not None
+    if not request.param:
+        monkeypatch.setattr(linear, "cpu_kernel", lambda: None)
+
+
+@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -62,6 +74,7 @@ def test_bytes_and_values_are_those_of_bitsandbytes(shape, dtype, quant_type, do
     assert layer.num_bytes + hidden_numel(layer) == weight.numel()
 
 
+@pytest.mark.usefixtures("has_kernel")
 def test_rows_of_any_length_are_dequantized():
     weight = torch.randn(32, 40)
     layer = quantized_layer(weight, double_quant=False)

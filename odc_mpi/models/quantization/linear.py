@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError
 from odc_mpi.models.heads import prediction_task
+from odc_mpi.models.quantization.library import cpu_kernel
 
 #: Elements per block, and blocks per range of scales, as bitsandbytes chooses them by default.
 BLOCK_NUMEL, RANGE_BLOCKS = 64, 256
@@ -46,6 +47,7 @@ class QuantizedLinear(nn.Linear):
 
     Args:
         linear: Layer to replace, whose bias is kept. Its weight must have a multiple of 64 elements.
+        quant_type: Code of the elements: "nf4" or "fp4".
         double_quant: True if the scales are quantized, too.
         stored_dtype: Dtype of the weight before quantization, to which dequantized elements are rounded.
 
@@ -53,10 +55,10 @@ class QuantizedLinear(nn.Linear):
         num_bytes: Number of bytes in which the weight is stored.
     """
 
-    def __init__(self, linear: nn.Linear, *, double_quant: bool, stored_dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, *, quant_type: str, double_quant: bool, stored_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.double_quant, self.stored_dtype = double_quant, stored_dtype
+        self.quant_type, self.double_quant, self.stored_dtype = quant_type, double_quant, stored_dtype
         num_blocks = self.numel // BLOCK_NUMEL
         num_double_bytes = 4 * (_HEADER + -(-num_blocks // RANGE_BLOCKS)) + num_blocks
         self.weight = _bytes(self.numel // 2, 1)
@@ -77,25 +79,31 @@ class QuantizedLinear(nn.Linear):
 
     def dequantize(self, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, `[out_features, in_features]` of `dtype`, from the values of the two parameters."""
-        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=weight.device)
+        shape = self.out_features, self.in_features
         if weight.is_meta:  # an estimate of memory
-            return out
+            return torch.empty(shape, dtype=dtype, device=weight.device)
+        block_scales = self._block_scales(scales)
+        if weight.device.type == "cpu" and (kernel := cpu_kernel()):
+            # As a single row: the kernel confuses the scales of rows that are no multiple of a block.
+            row = kernel(weight, block_scales, BLOCK_NUMEL, self.quant_type, (1, self.numel), self.stored_dtype)
+            return row.view(shape).to(dtype)
+        out = torch.empty(shape, dtype=dtype, device=weight.device)
         values = scales[: 4 * _CODES].view(torch.float32)
         # The values of both elements of a byte, as the bits of an int64, so that one lookup finds both.
         pairs = torch.cartesian_prod(values, values).view(torch.int64).view(-1)
         chunks = zip(
             weight.view(-1).split(_CHUNK_NUMEL // 2),
-            self._block_scales(scales).split(_CHUNK_NUMEL // BLOCK_NUMEL),
+            block_scales.split(_CHUNK_NUMEL // BLOCK_NUMEL),
             out.view(-1).split(_CHUNK_NUMEL),
             strict=True,
         )
-        for codes, block_scales, target in chunks:
+        for codes, scale, target in chunks:
             elements = pairs.index_select(0, codes.int()).view(torch.float32).view(-1, BLOCK_NUMEL)
             target = target.view(-1, BLOCK_NUMEL)
             if dtype is self.stored_dtype:
-                torch.mul(elements, block_scales[:, None], out=target)
+                torch.mul(elements, scale[:, None], out=target)
             else:
-                target.copy_(elements.mul_(block_scales[:, None]).to(self.stored_dtype))
+                target.copy_(elements.mul_(scale[:, None]).to(self.stored_dtype))
         return out
 
     def _block_scales(self, scales: torch.Tensor) -> torch.Tensor:
@@ -133,7 +141,7 @@ def linear_layers(module: transformers.PreTrainedModel) -> list[str]:
     return [name for name in linear if name != new_head]
 
 
-def replace_layer(module: nn.Module, name: str, *, double_quant: bool, stored_dtype: torch.dtype) -> None:
+def replace_layer(module: nn.Module, name: str, **options: Any) -> None:
     """Replace a linear layer with a quantized one. Raise `UserError` if its size is not supported."""
     linear = cast(nn.Linear, module.get_submodule(name))
     if linear.weight.numel() % BLOCK_NUMEL:
@@ -141,7 +149,7 @@ def replace_layer(module: nn.Module, name: str, *, double_quant: bool, stored_dt
             f"model.load_in_4bit: expected linear layers with a multiple of {BLOCK_NUMEL} weights, got {name} with "
             f"{linear.weight.numel()}: set it to false"
         )
-    module.set_submodule(name, QuantizedLinear(linear, double_quant=double_quant, stored_dtype=stored_dtype))
+    module.set_submodule(name, QuantizedLinear(linear, **options))
 
 
 def quantized_layers(module: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:

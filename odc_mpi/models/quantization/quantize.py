@@ -4,15 +4,10 @@ Rank i of n quantizes the quantized layers i, i + n, ... as whole parameters, be
 a parameter, and sends each rank the bytes that it owns. The bytes therefore do not depend on the number of ranks.
 """
 
-import functools
 import hashlib
-import importlib
 import importlib.metadata
-import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -22,6 +17,7 @@ from typing_extensions import override
 from odc_mpi.errors import UserError
 from odc_mpi.models.adapters.check import HashedWeights
 from odc_mpi.models.build import MetaModel
+from odc_mpi.models.quantization.library import import_functional
 from odc_mpi.models.quantization.linear import (
     BLOCK_NUMEL,
     SCALES,
@@ -56,9 +52,10 @@ def quantize(meta_model: MetaModel, settings: Mapping[str, Any], dtype: torch.dt
             "'odc_mpi[quant]', or set it to false"
         ) from error
     chosen = {name: settings[name] for name in SETTINGS}
+    quant_type, double_quant = (chosen[name] for name in SETTINGS)
     for name in linear_layers(module):
-        replace_layer(module, name, double_quant=chosen["bnb_4bit_use_double_quant"], stored_dtype=dtype)
-    weights = QuantizingWeights(cast(HashedWeights, meta_model.weights), module, chosen["bnb_4bit_quant_type"])
+        replace_layer(module, name, quant_type=quant_type, double_quant=double_quant, stored_dtype=dtype)
+    weights = QuantizingWeights(cast(HashedWeights, meta_model.weights), module)
     record = {**chosen, "dtype": str(dtype).removeprefix("torch."), "bitsandbytes": version}
     return replace(meta_model, weights=weights, quantization=record)
 
@@ -68,14 +65,13 @@ class QuantizingWeights(HashedWeights):
 
     Args:
         base: Source of all weights before quantization.
-        quant_type: Code of the elements: "nf4" or "fp4".
 
     Attributes:
         world: Ranks that read the weights together, or None if this rank reads them alone.
     """
 
-    def __init__(self, base: HashedWeights, module: nn.Module, quant_type: str) -> None:
-        self._base, self._quant_type = base, quant_type
+    def __init__(self, base: HashedWeights, module: nn.Module) -> None:
+        self._base = base
         self._layers = dict(quantized_layers(module))
         self._roots = {name: index for index, name in enumerate(self._layers)}
         self._quantized: dict[str, dict[str, torch.Tensor]] = {}
@@ -127,16 +123,16 @@ class QuantizingWeights(HashedWeights):
         if name not in self._quantized:
             layer = self._layers[name]
             weight = self._base.read(f"{name}.weight", 0, layer.numel).to(layer.stored_dtype)
-            self._quantized[name] = _quantize_weight(weight, layer, self._quant_type)
+            self._quantized[name] = _quantize_weight(weight, layer)
         return self._quantized[name]
 
 
-def _quantize_weight(weight: torch.Tensor, layer: QuantizedLinear, quant_type: str) -> dict[str, torch.Tensor]:
-    packed, state = _import_functional().quantize_4bit(
+def _quantize_weight(weight: torch.Tensor, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
+    packed, state = import_functional().quantize_4bit(
         weight.view(layer.out_features, layer.in_features),
         blocksize=BLOCK_NUMEL,
         compress_statistics=layer.double_quant,
-        quant_type=quant_type,
+        quant_type=layer.quant_type,
     )
     return {"weight": packed, SCALES: pack_scales(state.as_dict(packed=True), layer)}
 
@@ -164,21 +160,6 @@ def dequantized_shapes(module: nn.Module) -> dict[str, torch.Size]:
     layers = dict(quantized_layers(module))
     shapes = {name: p.shape for name, p in module.named_parameters() if not name.endswith(f".{SCALES}")}
     return shapes | {f"{name}.weight": torch.Size((x.out_features, x.in_features)) for name, x in layers.items()}
-
-
-@functools.cache
-def _import_functional() -> ModuleType:
-    """Import bitsandbytes.functional, which takes seconds."""
-    # On import, bitsandbytes would download kernels for inference and load them. It warns if it does not.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    blocked = "kernels" not in sys.modules
-    if blocked:
-        sys.modules["kernels"] = None  # type: ignore[assignment]
-    try:
-        return importlib.import_module("bitsandbytes.functional")
-    finally:
-        if blocked:
-            del sys.modules["kernels"]
 
 
 def share_reads(weights: WeightSource | None, world: World) -> None:

@@ -75,7 +75,8 @@ def replace_stored(module: transformers.PreTrainedModel, files: StoredTensors) -
                 f"model.path: expected weights in blocks of {BLOCK_NUMEL}, and scales of {RANGE_BLOCKS}, got {sizes} "
                 f"of {name}: quantize the model again with the defaults of bitsandbytes"
             )
-        replace_layer(module, name, double_quant=double_quant, stored_dtype=getattr(torch, stored["dtype"]))
+        dtype = getattr(torch, stored["dtype"])
+        replace_layer(module, name, quant_type=quant_type, double_quant=double_quant, stored_dtype=dtype)
         settings = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant}
     if not settings:
         raise UserError("model.path: expected 4-bit weights, as config.json says, found none for linear layers")
