@@ -105,13 +105,14 @@ def shard_model(
         islands = None
     sharing = islands.island if islands else world
     is_possible = not islands and chosen.zero_copy != "off" and not decision.windows_on_device
-    chosen = _with_frozen_scope(world, module, chosen, is_possible=is_possible)
+    frozen_bytes = sum(_stored_bytes(p, param_dtype) for p in module.parameters() if not p.requires_grad)
+    chosen = _with_frozen_scope(world, frozen_bytes, chosen, is_possible=is_possible)
     if sharing.num_nodes > 1:
         on_host = chosen
         if computing is not None:  # the caches of a rank are in GPU memory
             on_host = replace(chosen, parameter_cache_bytes="auto", gradient_cache_bytes="auto")
         cached = [p for p in module.parameters() if p.requires_grad or chosen.frozen_scope == "world"]
-        num_bytes = sum(p.numel() * (param_dtype or p.dtype).itemsize for p in cached)
+        num_bytes = sum(_stored_bytes(p, param_dtype) for p in cached)
         fits = _fits_node_cache(world, sharing, module, param_dtype, reduce_dtype, on_host, num_bytes)
         wants_cache = chosen.node_cache != "off" and (fits or sharing.local_size == 1)
         # Not over `world`: if islands are not aligned with nodes, some islands span several nodes and others do not.
@@ -211,17 +212,24 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
     return free - num_ranks * state_bytes, num_ranks
 
 
-def _with_frozen_scope(world: World, module: nn.Module, comm: CommConfig, *, is_possible: bool) -> CommConfig:
-    """Return the settings with "node" or "world" as `frozen_scope`. Collective.
+def _stored_bytes(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> int:
+    """Return the size in bytes of a parameter in the shards of all ranks. `param_dtype` does not apply to bytes."""
+    keeps = param_dtype is None or not parameter.is_floating_point()
+    return parameter.numel() * (parameter.dtype if keeps or param_dtype is None else param_dtype).itemsize
 
-    "auto" is "node" if the frozen parameters take at most the part of each node's memory that is meant for caches.
+
+def _with_frozen_scope(world: World, num_bytes: int, comm: CommConfig, *, is_possible: bool) -> CommConfig:
+    """Return the settings with "node" or "world" as `frozen_scope`, for frozen parameters of `num_bytes`. Collective.
+
+    On one node, this is "world". "auto" is "node" if `is_possible`, and if the parameters fit into the share of each
+    node's free memory that caches may take, and into half of /dev/shm. "node" is not checked for memory here.
     """
-    num_bytes = sum(p.numel() * p.itemsize for p in module.parameters() if not p.requires_grad)
     if comm.frozen_scope == "world" or world.num_nodes == 1 or not num_bytes:
         return replace(comm, frozen_scope="world")
     if not is_possible and comm.frozen_scope == "node":
         raise AllRanksUserError(
-            "comm.frozen_scope: node requires zero-copy, no islands, and windows in host memory: set it to auto"
+            "comm.frozen_scope: node requires comm.zero_copy auto, islands.by off, and windows in host memory: set it "
+            "to auto"
         )
     shm_bytes, budget = free_shm_bytes(), replace(comm, parameter_cache_bytes="auto")
     fits = node_cache_fits(num_bytes, available_bytes(), world.local_size, budget)

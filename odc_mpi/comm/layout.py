@@ -7,8 +7,8 @@ The parameters of a unit are concatenated into a flat array, which is split into
 
 Each rank owns the elements in its shard, which may begin or end in the middle of a parameter.
 
-Parameters of different dtypes share an array of bytes (`torch.uint8`), in which positions are in bytes. Those of slices
-are always in elements of the parameter.
+Frozen parameters of different dtypes share an array of bytes (`torch.uint8`). Positions in an array are in its own
+elements, here bytes; only `start` and `stop` of a slice are in elements of the parameter.
 
 With K islands (`comm.islands`), each island stores all shards. Rank r of an island stores shards `[r * K, (r + 1) * K)`
 as one larger shard, but owns only one of them: in island k, shard `r * K + k`.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-#: Parameters and shards begin at multiples of 32 elements, which fill at least a cache line, even in bf16.
+#: Parameters and shards begin at multiples of 32 elements: a cache line in bf16, half of one in arrays of bytes.
 ALIGNMENT_NUMEL = 32
 
 
@@ -46,7 +46,7 @@ class ParameterRange:
 
     spec: ParameterSpec
     start: int
-    #: Number of array elements per element of the parameter: its size in an array of bytes, otherwise 1.
+    #: Number of array elements per element of the parameter: its size in bytes if the array is one of bytes, else 1.
     width: int = 1
 
     @property
@@ -86,7 +86,8 @@ class FlatLayout:
         num_owners: Number of ranks. Without islands, rank r owns elements `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Number of elements per shard. The last shards may extend beyond `numel` or begin after it.
         num_islands: Number of islands, each with `num_owners / num_islands` consecutive ranks.
-        node_ranks: The owners, if these are the ranks of this node, each of which has the whole array.
+        node_ranks: The owners, if each node has the whole array, divided among its ranks: those of this node. Owners
+            are then counted by their position here. None if the array is divided among all ranks.
     """
 
     name: str

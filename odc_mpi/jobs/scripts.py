@@ -2,7 +2,8 @@
 
 Does not use MPI. The scripts are plain bash that users can edit, with site-specific settings at the top. Before the
 time limit, Slurm or a timer signals only the script, which forwards the signal to the running command. The ranks save a
-checkpoint, create a file that distinguishes this stop from a completed run, and exit. The job then requeues itself.
+checkpoint, create a file that distinguishes this stop from a completed run, and exit. Then the job of Slurm requeues
+itself, and that of PBS submits its script again.
 """
 
 import re

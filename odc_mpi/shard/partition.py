@@ -23,7 +23,7 @@ ParametersByUnit = dict[str, dict[str, nn.Parameter]]
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Return True for floating-point parameters, and for frozen bytes, which quantized weights are stored in."""
+    """Return True for floating-point parameters, and for frozen bytes (uint8), such as quantized weights."""
     return parameter.is_floating_point() or (parameter.dtype is torch.uint8 and not parameter.requires_grad)
 
 
@@ -114,7 +114,8 @@ def make_units(
 
     With `node_ranks`, the ranks of this node, the frozen arrays are divided among these alone.
 
-    A unit has an array for its trainable parameters of each dtype, followed by one for all of its frozen parameters.
+    A unit has an array for its trainable parameters of each dtype, and one for all frozen ones: of bytes if their
+    dtypes differ.
     `dtypes` contains, by dotted name, the dtypes that differ from `dtype`, that of the parameter store.
     """
     units: list[Unit] = []

@@ -350,7 +350,10 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     check_islands(values, source)
     if values.get("lora.r") is None:
         if values.get("model.load_in_4bit"):
-            raise UserError(f"{source}: model.load_in_4bit requires lora.r: 4-bit weights are frozen, adapters train")
+            raise UserError(
+                f"{source}: model.load_in_4bit requires lora.r, because 4-bit weights are frozen: set lora.r, the rank "
+                "of the adapters that train, or remove model.load_in_4bit"
+            )
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != all_settings()[key].default for key in present):
             raise UserError(f"{source}: {present[0]} requires lora.r: set lora.r, the rank of the adapters")

@@ -1,7 +1,7 @@
 """Parameter store whose frozen arrays are sharded over the ranks of each node instead of all ranks.
 
-Frozen arrays never change, so that nodes need not synchronize their copies. They are fetched without a copy from shared
-memory, and never over the network. Their layouts have `node_ranks`.
+Frozen arrays, whose layouts have `node_ranks`, never change, so nodes need not synchronize their copies. They are read
+in shared memory without a copy, and never fetched over the network.
 """
 
 from collections.abc import Sequence

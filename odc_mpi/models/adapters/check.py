@@ -61,7 +61,10 @@ def check_quantization(found: Mapping[str, Any] | None, record: Mapping[str, Any
     expected, found = ({k: v for k, v in (each or {}).items() if k != "bitsandbytes"} for each in (record, found))
     if expected != found:
         texts = (", ".join(f"{key} {value}" for key, value in each.items()) or "none" for each in (expected, found))
-        raise UserError("model.load_in_4bit: expected the base as this run quantized it: {}, got {}".format(*texts))
+        raise UserError(
+            "model: expected the base as in the checkpoint, with the quantization {}, got {}: change "
+            "model.load_in_4bit and model.bnb_4bit_*, or model.path".format(*texts)
+        )
 
 
 def describe_base(record: Mapping[str, Any]) -> str:

@@ -28,10 +28,10 @@ def import_functional() -> ModuleType:
 
 @functools.cache
 def cpu_kernel() -> Callable[..., torch.Tensor] | None:
-    """Return the function of bitsandbytes that dequantizes on CPUs, in a third of torch's time.
+    """Return the function of bitsandbytes that dequantizes on CPUs, faster than torch (benchmarks/notes/bases.md).
 
-    Returns None if bitsandbytes is not installed, or if its elements are not products in float32 of their values and
-    scales, rounded once, as those of torch are.
+    The first call imports bitsandbytes. Returns None if it is not installed, or if the results are not bitwise those of
+    torch: value * scale in float32, rounded once.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         return None

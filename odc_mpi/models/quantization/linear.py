@@ -3,19 +3,19 @@
 A layer stores the n elements of its weight in two arrays of bytes, which are sharded, fetched and cached as such:
 
     weight          uint8 `[n / 2, 1]`   codes of two consecutive elements in each byte, the first in the high four bits
-    weight_scales   uint8 `[k]`          the following float32 arrays, and then a byte for each block:
+    weight_scales   uint8 `[k]`          the following arrays, which are float32 except for the codes:
         values         [16]              value of each code
-        only with double quantization:
+        without double quantization:
+        scales         [n / 64]          scale of each block of 64 elements
+        with double quantization:
         scale_values   [256]             value of each code of a scale
         mean           [1], zeros [7]    mean of the scales
-        ranges         [n / 64 / 256]    largest deviation from the mean in 256 blocks, rounded up
-        scale_codes    [n / 64] uint8    scale of each block of 64 elements: its value * the range + the mean
-        otherwise:
-        scales         [n / 64]          scale of each block of 64 elements
+        ranges         [n / 64 / 256]    largest deviation from the mean in each group of 256 blocks, or the rest
+        scale_codes    [n / 64] uint8    code of each scale, which is value * range + mean
 
-An element is the value of its code * the scale of its block. The codes and scales are the bytes that bitsandbytes
-computes and stores (QLoRA, arXiv 2305.14314). Autograd saves these bytes, not the dequantized weight, so that a unit
-can be resharded between its forward and backward passes.
+An element is the value of its code * the scale of its block. The bytes are those that bitsandbytes computes and stores
+(QLoRA, arXiv 2305.14314), with all scales in one array. Autograd saves the two parameters, not the dequantized weight;
+the unit can therefore be resharded after its forward pass, and is fetched again for its backward pass.
 """
 
 from collections.abc import Iterator
@@ -43,10 +43,10 @@ _CHUNK_NUMEL = 1 << 17
 
 
 class QuantizedLinear(nn.Linear):
-    """Linear layer with a frozen 4-bit weight. Its parameters are on the meta device.
+    """Linear layer with a frozen 4-bit weight, whose parameters are on the meta device.
 
     Args:
-        linear: Layer to replace, whose bias is kept. Its weight must have a multiple of 64 elements.
+        linear: Layer to replace, whose bias is kept. Its weight has a multiple of 64 elements.
         quant_type: Code of the elements: "nf4" or "fp4".
         double_quant: True if the scales are quantized, too.
         stored_dtype: Dtype of the weight before quantization, to which dequantized elements are rounded.
@@ -78,7 +78,10 @@ class QuantizedLinear(nn.Linear):
         return product if bias is None else product + bias
 
     def dequantize(self, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight, `[out_features, in_features]` of `dtype`, from the values of the two parameters."""
+        """Return the weight, `[out_features, in_features]`, rounded to `stored_dtype` and converted to `dtype`.
+
+        `weight` and `scales` are the contents of `weight` and `weight_scales`.
+        """
         shape = self.out_features, self.in_features
         if weight.is_meta:  # an estimate of memory
             return torch.empty(shape, dtype=dtype, device=weight.device)

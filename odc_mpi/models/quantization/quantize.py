@@ -1,7 +1,8 @@
 """Quantization of a model's weights while they are read (`model.load_in_4bit`).
 
-Rank i of n quantizes the quantized layers i, i + n, ... as whole parameters, because the mean of the scales is that of
-a parameter, and sends each rank the bytes that it owns. The bytes therefore do not depend on the number of ranks.
+Rank i of n quantizes layers i, i + n, ... of those to quantize, at the first read, and sends each rank the bytes that
+it owns. A layer is quantized as a whole, since its scales have a common mean. Its bytes therefore do not depend on the
+number of ranks.
 """
 
 import hashlib
@@ -61,10 +62,13 @@ def quantize(meta_model: MetaModel, settings: Mapping[str, Any], dtype: torch.dt
 
 
 class QuantizingWeights(HashedWeights):
-    """Source of a model's weights that quantizes those of its quantized layers. `read` is collective over `world`.
+    """Source of a model's weights that quantizes those of its quantized layers.
+
+    If `world` is set, `read` is collective for these layers: all ranks read the same parameters in the same order.
 
     Args:
         base: Source of all weights before quantization.
+        module: Model whose layers have been replaced with `QuantizedLinear`.
 
     Attributes:
         world: Ranks that read the weights together, or None if this rank reads them alone.

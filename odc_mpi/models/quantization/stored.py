@@ -1,7 +1,8 @@
 """Directories with 4-bit weights of bitsandbytes, as `save_pretrained` of a quantized model writes them.
 
-Beside `NAME.weight`, such a directory stores `NAME.weight.absmax`, `.quant_map`, `.nested_absmax`, `.nested_quant_map`
-and `.quant_state.bitsandbytes__TYPE`, which has settings as JSON. The bytes are used unchanged.
+Beside `NAME.weight`, such a directory stores `NAME.weight.absmax`, `.quant_map` and `.quant_state.bitsandbytes__TYPE`,
+which has settings as JSON, and with double quantization `.nested_absmax` and `.nested_quant_map`. The bytes are used
+unchanged.
 """
 
 import json
@@ -45,8 +46,8 @@ class StoredTensors(WeightSource, Protocol):
 def take_quantization(config: transformers.PreTrainedConfig, setting: str) -> bool:
     """Return True if the weights of `config` are quantized, after removing `quantization_config` from it.
 
-    transformers would otherwise prepare the model for it. Raises `UserError` for other formats than 4-bit bytes of
-    bitsandbytes. The error begins with `setting`.
+    transformers would otherwise quantize the model itself. Raises `UserError`, which begins with `setting`, for all
+    formats except for 4 bits of bitsandbytes, stored as uint8.
     """
     stored: Any = getattr(config, "quantization_config", None)
     if not stored:
@@ -62,7 +63,10 @@ def take_quantization(config: transformers.PreTrainedConfig, setting: str) -> bo
 
 
 def replace_stored(module: transformers.PreTrainedModel, files: StoredTensors) -> dict[str, Any]:
-    """Replace the linear layers for which `files` have 4-bit weights, and return their settings. Raises `UserError`."""
+    """Replace the linear layers for which `files` have 4-bit weights, and return the settings of the last one.
+
+    Raises `UserError` if there is none, or if one has other block sizes than 64 elements and 256 scales.
+    """
     settings: dict[str, Any] = {}
     states = {name: key for key in files.file_of for name, _, rest in [key.partition(f".weight.{_STATE}")] if rest}
     for name in linear_layers(module):

@@ -19,7 +19,7 @@ from odc_mpi.models.build import MetaModel
 from odc_mpi.models.families import trial_inputs
 from odc_mpi.models.quantization.linear import largest_numel
 from odc_mpi.models.token_logps import MAX_ELEMENTS
-from odc_mpi.runtime.memory import available_bytes
+from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
@@ -122,7 +122,9 @@ def holds_frozen_on_node(config: Config, model: MetaModel, num_ranks: int, ranks
         return False
     num_bytes = frozen_bytes(model)
     budget = replace(comm, parameter_cache_bytes="auto")
+    shm_bytes = free_shm_bytes()
     fits = node_cache_fits(num_bytes, available_bytes(), ranks_per_node, budget)
+    fits = fits and (shm_bytes is None or num_bytes <= shm_bytes // 2)
     return num_bytes > 0 and (comm.frozen_scope == "node" or (comm.frozen_scope == "auto" and fits))
 
 

@@ -126,8 +126,8 @@ def describe_frozen(num_bytes: int, num_ranks: int, ranks_per_node: int, *, on_n
     """Return a description of the memory for frozen parameters of `num_bytes`, and of what another setting would do."""
     all_ranks, node = (f"{num_bytes / count / 2**20:,.1f} MiB per rank" for count in (num_ranks, ranks_per_node))
     if on_node:
-        return f"{node}, over the ranks of each node, so they do not cross the network ({all_ranks} over all ranks)"
-    return f"{all_ranks}, over all ranks ({node} with comm.frozen_scope node, which needs no network)"
+        return f"{node}: each node holds all frozen parameters ({all_ranks} with comm.frozen_scope world)"
+    return f"{all_ranks}: divided among all ranks ({node} with comm.frozen_scope node, where each node holds all)"
 
 
 def _frozen_line(world: World, model: ShardedModel) -> dict[str, str]:

@@ -101,8 +101,10 @@ def test_a_run_goes_on_over_the_same_bytes_only(world, run, dataset_path, shared
     assert record["quantization"]["bnb_4bit_quant_type"] == "nf4" and record["quantization"]["bitsandbytes"]
     assert {"model.layers.0.mlp.up_proj", "model.safetensors:0"} <= record["sha256"].keys()
     other = configure(dataset_path, **settings | {"run.steps": 9, "model.bnb_4bit_quant_type": "fp4"})
-    with pytest.raises(AllRanksUserError, match=r"model.load_in_4bit: expected .* nf4, .*, got .* fp4, "):
+    with pytest.raises(
+        AllRanksUserError, match=r"model: expected .* nf4, .*, got .* fp4, .*: change model.load_in_4bit"
+    ):
         train(other, world)
     del settings["model.load_in_4bit"]
-    with pytest.raises(AllRanksUserError, match=r"model.load_in_4bit: expected .* dtype float32, got none"):
+    with pytest.raises(AllRanksUserError, match=r"model: expected .* dtype float32, got none"):
         train(configure(dataset_path, **settings | {"run.steps": 9}), world)
