@@ -275,7 +275,7 @@ class Units:
         for i in self._units:
             transport.parameters.shard(i).copy_(self._local_shards[i])
         transport.publish_parameters()
-        moves = transport.parameters.uses_buffers
+        moves = transport.parameters.uses_buffer(0)
         return fetches(transport, self._layout, self.num_units, moves=moves)
 
     def _push(self, reduction: Reduction) -> Variant:
