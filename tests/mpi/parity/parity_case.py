@@ -11,7 +11,7 @@ import torch
 from grpo_job import make_settings
 from late_device import LateDevice
 from plain_objectives import OBJECTIVES
-from pretended_nodes import on_nodes_of_three
+from pretended_nodes import on_nodes_of_three, on_pretended_nodes
 from small_training import configure
 from test_device_training import pose_as_device
 
@@ -103,6 +103,11 @@ def unpacked(at):
 def small_blocks(at):
     """Log-probabilities are computed in blocks of three, of which ranks need different numbers."""
     at.monkeypatch.setitem(token_logps.MAX_ELEMENTS, "cpu", 3 * 64)
+
+
+def nodes_of_two(at):
+    at.world = on_pretended_nodes(at.world)
+    at.close.append(at.world)
 
 
 def nodes_of_three(at):
