@@ -81,9 +81,9 @@ def check_get_alone_was_answered(found, how):
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
-    """The answer of the doctor on two ranks, and the variable that says where it is kept."""
-    home = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    done = odc_mpi(2, "doctor", "--json", **home, FI_PROVIDER="tcp")
+    """The answer of the doctor on two ranks, and the variables that say where it is kept, and for what."""
+    home = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "FI_PROVIDER": "tcp"}
+    done = odc_mpi(2, "doctor", "--json", **home)
     assert done.code == 0, done.err
     assert done.seconds < 60
     return answer(done), home
