@@ -104,7 +104,7 @@ def shard_model(
         islands.close()
         islands = None
     sharing = islands.island if islands else world
-    is_possible = not islands and chosen.zero_copy != "off" and not decision.windows_on_device
+    is_possible = not islands and chosen.zero_copy != "off" and computing is None
     frozen_bytes = sum(_stored_bytes(p, param_dtype) for p in module.parameters() if not p.requires_grad)
     chosen = _with_frozen_scope(world, frozen_bytes, chosen, is_possible=is_possible)
     if sharing.num_nodes > 1:
@@ -214,8 +214,8 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
 
 def _stored_bytes(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> int:
     """Return the size in bytes of a parameter in the shards of all ranks. `param_dtype` does not apply to bytes."""
-    keeps = param_dtype is None or not parameter.is_floating_point()
-    return parameter.numel() * (parameter.dtype if keeps or param_dtype is None else param_dtype).itemsize
+    dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
+    return parameter.numel() * dtype.itemsize
 
 
 def _with_frozen_scope(world: World, num_bytes: int, comm: CommConfig, *, is_possible: bool) -> CommConfig:
@@ -228,8 +228,7 @@ def _with_frozen_scope(world: World, num_bytes: int, comm: CommConfig, *, is_pos
         return replace(comm, frozen_scope="world")
     if not is_possible and comm.frozen_scope == "node":
         raise AllRanksUserError(
-            "comm.frozen_scope: node requires comm.zero_copy auto, islands.by off, and windows in host memory: set it "
-            "to auto"
+            "comm.frozen_scope: node requires comm.zero_copy auto, islands.by off and run.device cpu: set it to auto"
         )
     shm_bytes, budget = free_shm_bytes(), replace(comm, parameter_cache_bytes="auto")
     fits = node_cache_fits(num_bytes, available_bytes(), world.local_size, budget)

@@ -114,8 +114,7 @@ def staged(inner: Transport, device: Device) -> Transport:
 
     `inner` must come from `window_transport` with `device=None`, and must not have been allocated yet.
     """
-    in_windows = not (inner.node_cache or inner.frozen_owners)
-    kind: Callable[..., ParameterStore] = StagedWindowParameters if in_windows else StagedParameters
+    kind: Callable[..., ParameterStore] = StagedParameters if inner.node_cache else StagedWindowParameters
     pinned = PinnedMemory(inner.storages, device)
     return replace(
         inner,

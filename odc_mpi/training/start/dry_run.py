@@ -53,7 +53,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
         parts = estimate_memory(full, inputs.model, size, local_size, sequences, accumulates=accumulates)
         parts.insert(0, MemoryPart("Python and its libraries", base_bytes))
         print("\n".join([*size_lines, *_table(parts)]))
-        if size > local_size and (num_bytes := frozen_bytes(inputs.model)):
+        if size > local_size and full.run.device == "cpu" and (num_bytes := frozen_bytes(inputs.model)):
             on_node = holds_frozen_on_node(full, inputs.model, size, local_size)
             print(f"frozen parameters: {describe_frozen(num_bytes, size, local_size, on_node=on_node)}")
         print(f"activations and logits of a microbatch of {sum(sequences):,} tokens, the largest of the first steps")

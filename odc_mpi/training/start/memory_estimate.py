@@ -70,7 +70,7 @@ def estimate_memory(
     island_size = ranks_per_island_of(config, num_ranks, ranks_per_node)
     train_apart = config.islands.train_apart and island_size < num_ranks
     num_islands = num_ranks // island_size
-    frozen_on_node = not shards_on_gpu and holds_frozen_on_node(config, model, num_ranks, ranks_per_node)
+    frozen_on_node = holds_frozen_on_node(config, model, num_ranks, ranks_per_node)
     counts = (island_size, 1) if train_apart else (num_ranks, num_islands)
     sizes = _Sizes.from_config(config, model, *counts, frozen_on_node=frozen_on_node)
     num_models = 2 if recipe_of(config).compares_with_base(config) else 1
@@ -118,7 +118,12 @@ def estimate_memory(
 def holds_frozen_on_node(config: Config, model: MetaModel, num_ranks: int, ranks_per_node: int) -> bool:
     """Return True if the ranks of each of several nodes hold all frozen parameters (`comm.frozen_scope`)."""
     comm = config.comm
-    if num_ranks <= ranks_per_node or config.islands.by != "off" or comm.zero_copy == "off":
+    if (
+        num_ranks <= ranks_per_node
+        or config.run.device == "cuda"
+        or config.islands.by != "off"
+        or comm.zero_copy == "off"
+    ):
         return False
     num_bytes = frozen_bytes(model)
     budget = replace(comm, parameter_cache_bytes="auto")

@@ -131,7 +131,12 @@ def describe_frozen(num_bytes: int, num_ranks: int, ranks_per_node: int, *, on_n
 
 
 def _frozen_line(world: World, model: ShardedModel) -> dict[str, str]:
-    if world.num_nodes == 1 or not (num_bytes := model.frozen_bytes) or model.num_islands > 1:
+    if (
+        world.num_nodes == 1
+        or model.device.type != "cpu"
+        or not (num_bytes := model.frozen_bytes)
+        or model.num_islands > 1
+    ):
         return {}
     on_node = any(layout.node_ranks for layout in model.layouts)
     return {"frozen": describe_frozen(num_bytes, world.size, world.local_size, on_node=on_node)}
