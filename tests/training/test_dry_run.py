@@ -10,12 +10,14 @@ import yaml
 from mpi_launch import ROOT
 from peak_memory import estimated_and_measured
 from small_run import MODEL, write_config, write_sequences
+from tiny_qwen2 import QWEN2
 from user_errors import refused, user_error
 
 from odc_mpi.cli import main as cli
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
-from odc_mpi.training.start.memory_estimate import estimate_memory
+from odc_mpi.training.inputs import _with_adapters
+from odc_mpi.training.start.memory_estimate import estimate_memory, frozen_bytes
 
 
 def sizes(model, *overrides, ranks=1, per_node=None, lengths=(512,)):
@@ -144,3 +146,22 @@ def test_the_total_is_the_measured_peak_within_a_fifth(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     total, peak = estimated_and_measured(tmp_path / "config.yaml")
     assert total == pytest.approx(peak, rel=0.2)
+
+
+def test_each_node_holds_the_frozen_base():
+    """Four ranks on two nodes: half of the base on each rank, and the other half mapped, instead of a quarter."""
+    model = {**QWEN2, "tie_word_embeddings": False}
+    found = {}
+    for scope in ("node", "world"):
+        options = (f"--comm.frozen_scope={scope}", "--lora.r=2", "--comm.node_cache=off")
+        given = [f"--model.config.{key}={value}" for key, value in model.items()]
+        config = configuration.load(
+            None, [*given, "--data.path=x.h5", "--run.device=cpu", "--model.param_dtype=float32", *options]
+        )
+        meta_model = _with_adapters(from_config(model, 0), config)
+        found[scope] = {part.name: part.num_bytes for part in estimate_memory(config, meta_model, 4, 2, [16])}
+    base = frozen_bytes(meta_model)
+    assert found["node"]["frozen, over the node"] == pytest.approx(base / 2, rel=0.01)
+    assert found["node"]["of other ranks, mapped"] == pytest.approx(base / 2, rel=0.01)
+    assert found["world"]["parameters"] - found["node"]["parameters"] == pytest.approx(base / 4, rel=0.05)
+    assert "frozen, over the node" not in found["world"]
