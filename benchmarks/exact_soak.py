@@ -56,7 +56,7 @@ def train_slowed(arguments):
     """Train as a rank, with a random delay in each microbatch and each generation."""
     from odc_mpi.cli.main import main as odc_mpi
     from odc_mpi.training.recipes.grpo.objective import GRPOObjective
-    from odc_mpi.training.recipes.grpo.source import RolloutSource
+    from odc_mpi.training.recipes.rollouts.source import RolloutSource
     from odc_mpi.training.recipes.sft.objective import SFTObjective
 
     def slow(instance, name):

@@ -29,8 +29,8 @@ from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
-from odc_mpi.training.recipes.grpo import GRPOConfig
-from odc_mpi.training.recipes.grpo import source as rl_source
+from odc_mpi.training.recipes.rollouts import source as rl_source
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 from odc_mpi.training.settings import Config
 
 #: About half of the completions match, of random numbers and of English text.
@@ -111,7 +111,7 @@ def rewards(setup: Setup) -> dict[str, Any]:
     path = setup.folder / "prompts.jsonl"
     texts = [" ".join(map(str, random.integers(1, setup.vocab_size, size=random.integers(8, 33)))) for _ in range(64)]
     path.write_text("".join(json.dumps({"prompt": text, "pattern": PATTERN}) + "\n" for text in texts))
-    rl = GRPOConfig(
+    rl = RLConfig(
         reward_funcs=["regex"],
         tokenizer=str(setup.tokenizer),
         num_generations=sizes.num_generations,

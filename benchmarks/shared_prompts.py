@@ -35,8 +35,8 @@ from odc_mpi.models.token_logps import TokenLogps, TokenScores
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.training.recipes.grpo import GRPOConfig
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 SHARED, UNSHARED = "shared", "unshared"
 #: Options and their default values. `--groups` counts the groups of a rank in a step.
@@ -107,7 +107,7 @@ def measure(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     meta = from_config(settings, seed=0)
     model = shard_model(meta.module, world, weights=meta.weights).eval()
     optimizer = torch.optim.AdamW(model.shard_parameters(), lr=LEARNING_RATE)
-    token_logps, rl = TokenLogps(model.module), GRPOConfig(beta=0.1 if arguments.beta else 0.0)
+    token_logps, rl = TokenLogps(model.module), RLConfig(beta=0.1 if arguments.beta else 0.0)
 
     def reference(*inputs: Any) -> TokenScores:
         with torch.no_grad():  # the cost is that of a reference policy

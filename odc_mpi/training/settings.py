@@ -35,9 +35,9 @@ from odc_mpi.training.parsing.conflicts import Allowed, Conflicts, check_conflic
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, recipe_of
 from odc_mpi.training.recipes.dpo import DPOConfig
-from odc_mpi.training.recipes.grpo import GRPOConfig
 from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.reward import RewardConfig
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 #: Width of the help text, and indentation of the descriptions.
 _WIDTH, _INDENT = 100, 34
@@ -189,7 +189,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
-    rl: GRPOConfig = field(default_factory=GRPOConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

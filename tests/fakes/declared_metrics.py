@@ -2,9 +2,9 @@
 
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.timing import StepTimeMetrics, ThroughputMetrics
-from odc_mpi.training.recipes.grpo.evaluation import RewardEvaluator
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
-from odc_mpi.training.recipes.grpo.source import RolloutSource
+from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
+from odc_mpi.training.recipes.rollouts.source import RolloutSource
 from odc_mpi.training.recipes.sft.evaluation import LossEvaluator
 from odc_mpi.training.recipes.sft.objective import SFTObjective
 from odc_mpi.training.source import DatasetSource

@@ -10,7 +10,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.metrics import RESULT, Metric, read_declarations
-from odc_mpi.training.recipes.grpo.source import RolloutSource
+from odc_mpi.training.recipes.rollouts.source import RolloutSource
 from odc_mpi.training.recipes.sft.objective import SFTObjective
 from odc_mpi.training.update import Update
 

@@ -17,10 +17,10 @@ from odc_mpi.training.preferences.answer_logps import AnswerLogps
 from odc_mpi.training.preferences.pairs import PairObjective
 from odc_mpi.training.recipes.dpo import DPOConfig
 from odc_mpi.training.recipes.dpo.scorer import PreferenceScorer
-from odc_mpi.training.recipes.grpo import GRPOConfig
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
 from odc_mpi.training.recipes.reward import RewardConfig
 from odc_mpi.training.recipes.reward.scorer import RewardScorer
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 from odc_mpi.training.recipes.sft.objective import SFTObjective
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -36,7 +36,7 @@ def objective_for(name, module):
         return PairObjective(scorer)
     if name == "reward":
         return PairObjective(RewardScorer(module, True, RewardConfig()))
-    rl = GRPOConfig(loss_type="grpo", beta=0.1)
+    rl = RLConfig(loss_type="grpo", beta=0.1)
     return GRPOObjective(module, rl, 1, lambda microbatch: torch.zeros(9, device="cuda"))
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from user_errors import refused
 
-from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 from odc_mpi.training.settings import (
     CommConfig,
     Config,
@@ -69,7 +69,7 @@ def test_what_dump_writes_load_reads(write, word):
         optim=OptimConfig(adam_epsilon=1e-40 / len(word), warmup_ratio=0.1),
         run=RunConfig(dir=word, report_to=["mlflow", "tensorboard"]),
     )
-    rl = GRPOConfig([word, "d e.py:f"], [1, 0.5], tokenizer=word, store_bytes=2 << 20)
+    rl = RLConfig([word, "d e.py:f"], [1, 0.5], tokenizer=word, store_bytes=2 << 20)
     rewarded = replace(config, rl=rl, run=RunConfig(objective="grpo"))
     for each in (config, rewarded):
         assert load(write(dump(each))) == each

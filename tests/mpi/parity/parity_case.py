@@ -24,7 +24,7 @@ from odc_mpi.models import compiled, families, token_logps
 from odc_mpi.training import run as training_run
 from odc_mpi.training import source
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
-from odc_mpi.training.recipes.grpo.source import RolloutSource
+from odc_mpi.training.recipes.rollouts.source import RolloutSource
 from odc_mpi.training.recipes.sft.objective import SFTObjective
 
 

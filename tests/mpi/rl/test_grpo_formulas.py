@@ -13,7 +13,7 @@ from small_training import training
 
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.recipes.grpo import source
+from odc_mpi.training.recipes.rollouts import source
 
 pytestmark = pytest.mark.mpi
 

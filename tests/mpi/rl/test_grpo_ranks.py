@@ -25,7 +25,7 @@ from odc_mpi.models import families
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 from odc_mpi.training import run as training_run
-from odc_mpi.training.recipes.grpo.source import RolloutSource
+from odc_mpi.training.recipes.rollouts.source import RolloutSource
 from odc_mpi.training.train import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]

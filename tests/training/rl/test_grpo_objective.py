@@ -16,9 +16,9 @@ from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
-from odc_mpi.training.recipes.grpo import GRPOConfig
-from odc_mpi.training.recipes.grpo.metrics import RolloutMetrics
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective, kl_k3, loss_normalizer
+from odc_mpi.training.recipes.rollouts.metrics import RolloutMetrics
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])
@@ -30,7 +30,7 @@ def test_the_divergence_is_the_formula_also_where_policies_are_alike(offset):
 
 
 def test_divisors():
-    sections = [GRPOConfig(loss_type=name, max_completion_length=10) for name in ("dapo", "grpo", "dr_grpo")]
+    sections = [RLConfig(loss_type=name, max_completion_length=10) for name in ("dapo", "grpo", "dr_grpo")]
     assert [loss_normalizer(rl, num_tokens=30.0, num_completions=4.0) for rl in sections] == [30.0, 4.0, 40.0]
     assert loss_normalizer(sections[0], num_tokens=0.0, num_completions=4.0) == 1.0
 
@@ -59,7 +59,7 @@ def test_metrics_do_not_depend_on_who_generated_a_group(num_ranks):
 
 
 def test_sums_do_not_depend_on_the_order_of_microbatches():
-    objective, sums = GRPOObjective(packed_model(), GRPOConfig(), 1), []
+    objective, sums = GRPOObjective(packed_model(), RLConfig(), 1), []
     for order in (VALUES, VALUES[::-1]):
         objective.on_step_begin(None)
         for value in order:
@@ -96,7 +96,7 @@ def test_a_shared_prompt_changes_no_loss_and_no_gradient(kind, beta):
         torch.manual_seed(seed)
         packed = attention.IMPLEMENTATIONS["sdpa"]
         models.append(AutoModelForCausalLM.from_config(config, attn_implementation=packed).eval())
-    rl = GRPOConfig(loss_type="grpo", beta=beta)
+    rl = RLConfig(loss_type="grpo", beta=beta)
     groups = random_groups([(20, 5, 3, 9, 5, 6), (4, 7, 12, 1), (9, 2), (1, 1, 3), (6, 8, 5, 8)], vocab_size=512)
     alone, wanted = losses_and_gradient(*models, rl, group_microbatches(groups, 1000, packs=False))
     for max_tokens in (1000, 40):  # the first group is split in two

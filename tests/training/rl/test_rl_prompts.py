@@ -11,7 +11,7 @@ from odc_mpi.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRe
 from odc_mpi.checkpoint.side_files import end_tokens
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.training.recipes.grpo.prompts import PromptCodec, predict_lengths
+from odc_mpi.training.recipes.rollouts.prompts import PromptCodec, predict_lengths
 
 
 def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):

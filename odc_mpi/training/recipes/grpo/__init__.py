@@ -1,21 +1,14 @@
-"""GRPO, and the section `rl` of the settings. Settings that TRL's `GRPOConfig` has have the same names and defaults."""
+"""GRPO: training from rewards for completions of prompts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from odc_mpi.errors import UserError
-from odc_mpi.setting_types import (
-    NON_EMPTY_NAMES,
-    NOT_NEGATIVE,
-    ONE_OR_MORE,
-    POSITIVE,
-    Check,
-    Size,
-)
 from odc_mpi.training.recipes.recipe import Parts, Recipe
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 if TYPE_CHECKING:
     import torch
@@ -26,38 +19,7 @@ if TYPE_CHECKING:
     from odc_mpi.training.inputs import Inputs
     from odc_mpi.training.settings import Config
 
-_PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
-_TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
-_STORE_BYTES = Size(16 << 20)
 _UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
-
-
-@dataclass(frozen=True)
-class GRPOConfig:
-    """Settings for GRPO: rewards, sampling and loss."""
-
-    reward_funcs: Annotated[
-        list[str] | None, "module:name, file.py:name, a built-in, or a reward model; docs/rewards.md", NON_EMPTY_NAMES
-    ] = None
-    reward_weights: Annotated[list[float] | None, "weight of each reward function; null: 1.0 each"] = None
-    tokenizer: Annotated[str | None, "tokenizer: directory, hub name, run or data set; null: model.path"] = None
-    num_generations: Annotated[int, "completions per prompt", _TWO_OR_MORE] = 8
-    max_completion_length: Annotated[int, "most tokens of a completion", ONE_OR_MORE] = 512
-    temperature: Annotated[float, "temperature of the softmax, in sampling and in training", POSITIVE] = 1.0
-    top_p: Annotated[float, "nucleus sampling threshold; 1: off", _PROBABILITY] = 1.0
-    top_k: Annotated[int, "sample from the k most likely tokens; 0: off", NOT_NEGATIVE] = 0
-    beta: Annotated[float, "weight of the KL divergence from model.path; 0: none", NOT_NEGATIVE] = 0.0
-    loss_type: Annotated[
-        Literal["dapo", "grpo", "dr_grpo"], "divide by tokens, by completions and their lengths, or by a constant"
-    ] = "dapo"
-    scale_rewards: Annotated[Literal["group", "none"], "divide advantages by the std of the group"] = "group"
-    mask_truncated_completions: Annotated[bool, "exclude truncated completions from the loss"] = False
-    num_iterations: Annotated[int, "updates per rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
-    max_concurrent_sequences: Annotated[int, "most completions that a rank decodes at once", ONE_OR_MORE] = 256
-    store_bytes: Annotated[Size, "bytes per rank for finished rollouts that any rank may train"] = _STORE_BYTES
-    reward_timeout_s: Annotated[float, "time limit of a reward function per prompt group, in seconds", POSITIVE] = 60.0
-    skip_failed_rewards: Annotated[bool, "drop completions whose reward fails, instead of ending the run"] = False
-    log_completions: Annotated[int, "steps between printed and recorded completions; 0: none", NOT_NEGATIVE] = 0
 
 
 class GRPO(Recipe):
@@ -65,7 +27,7 @@ class GRPO(Recipe):
 
     name = "grpo"
     section = "rl"
-    settings = GRPOConfig
+    settings = RLConfig
     data = "prompts"
     unit = "prompts"
     trains_routers = False
@@ -125,7 +87,7 @@ class GRPO(Recipe):
             )
         if not (values.get("rl.tokenizer") or values.get("model.path")):
             raise UserError(f"{source}: run.objective grpo requires a tokenizer: set rl.tokenizer, or model.path")
-        num_generations = values.get("rl.num_generations", GRPOConfig.num_generations)
+        num_generations = values.get("rl.num_generations", RLConfig.num_generations)
         sequences = values.get("data.minibatch_sequences", 16)
         if sequences % num_generations:
             raise UserError(
@@ -135,7 +97,7 @@ class GRPO(Recipe):
 
     @override
     def open_prompts(self, config: "Config", meta_model: "MetaModel", prompt_time: str | None) -> "Inputs":
-        from odc_mpi.training.recipes.grpo.inputs import open_prompts
+        from odc_mpi.training.recipes.rollouts.inputs import open_prompts
 
         return open_prompts(config, meta_model, prompt_time)
 

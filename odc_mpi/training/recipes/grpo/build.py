@@ -8,10 +8,10 @@ from odc_mpi.observe.callback import Callback
 from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.recipes.grpo.evaluation import RewardEvaluator
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
-from odc_mpi.training.recipes.grpo.source import RolloutSource
 from odc_mpi.training.recipes.recipe import Parts
+from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
+from odc_mpi.training.recipes.rollouts.source import RolloutSource
 from odc_mpi.training.reference_policy import reference_policy
 
 

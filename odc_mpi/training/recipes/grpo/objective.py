@@ -23,7 +23,7 @@ from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
-from odc_mpi.training.recipes.grpo import GRPOConfig
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
 from odc_mpi.training.reference_policy import ReferenceFn
 
 
@@ -39,7 +39,7 @@ class GRPOObjective(Objective):
     )
 
     def __init__(
-        self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference: ReferenceFn | None = None
+        self, module: torch.nn.Module, rl: RLConfig, num_groups: int, reference: ReferenceFn | None = None
     ) -> None:
         self._token_logps = TokenLogps(module)
         self._rl, self._reference = rl, reference
@@ -92,7 +92,7 @@ def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
-def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
+def loss_normalizer(rl: RLConfig, *, num_tokens: float, num_completions: float) -> float:
     """Return the divisor, at least 1, for a minibatch's loss with `rl.loss_type`. `num_tokens` counts loss tokens."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

@@ -40,8 +40,8 @@ from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.loop import MinibatchSource
-from odc_mpi.training.recipes.grpo.metrics import ROLLOUT_METRICS, RolloutMetrics
-from odc_mpi.training.recipes.grpo.prompts import (
+from odc_mpi.training.recipes.rollouts.metrics import ROLLOUT_METRICS, RolloutMetrics
+from odc_mpi.training.recipes.rollouts.prompts import (
     PromptCodec,
     PromptLoader,
     RewardsFn,

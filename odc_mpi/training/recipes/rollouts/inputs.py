@@ -10,7 +10,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer
 from odc_mpi.training.inputs import Inputs, check_vocabulary
-from odc_mpi.training.recipes.grpo.prompts import PromptLoader
+from odc_mpi.training.recipes.rollouts.prompts import PromptLoader
 from odc_mpi.training.settings import Config
 
 

@@ -16,7 +16,7 @@ from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sam
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
-from odc_mpi.training.recipes.grpo.prompts import PromptCodec, RewardsFn, longest_first_batches
+from odc_mpi.training.recipes.rollouts.prompts import PromptCodec, RewardsFn, longest_first_batches
 
 #: Number of ranks that an exact run assumes for its batch sizes so that they do not depend on the actual number.
 _EXACT_SHARES = 16
