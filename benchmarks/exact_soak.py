@@ -70,7 +70,7 @@ def train_slowed(arguments):
 
     slow(SFTObjective, "on_microbatch_end")
     slow(GRPOObjective, "on_microbatch_end")
-    slow(RolloutSource, "_generate")
+    slow(RolloutSource, "_report_token")
     return odc_mpi(arguments)
 
 

@@ -25,11 +25,11 @@ from odc_mpi.generation.load import GenerationModel
 from odc_mpi.generation.run import shard
 from odc_mpi.models.decoding import Prompt, unsharded_if_fits
 from odc_mpi.models.load import load_model
-from odc_mpi.rollout.sample import RolloutSamplingParams, sample
+from odc_mpi.rollout.decode import sample
+from odc_mpi.rollout.sampling import RolloutSamplingParams
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.loop import Trainer
-from odc_mpi.training.recipes.rollouts import source as rl_source
 from odc_mpi.training.recipes.rollouts.settings import RLConfig
 from odc_mpi.training.settings import Config
 
@@ -163,7 +163,8 @@ class OdcRollouts:
         self._trainer = trainer
         self._reward_s = 0.0
         self.spans: list[dict[str, float]] = []
-        rl_source.sample = self._sample
+        self._score = trainer._source._score_group
+        trainer._source._score_group = self._timed_score
 
     def step(self) -> tuple[float, int]:
         """Run a step of GRPO."""
@@ -180,13 +181,11 @@ class OdcRollouts:
         )
         return metrics["loss"], metrics["num_input_tokens"]
 
-    def _sample(self, module: Any, prompts: Any, sampling: Any, on_prompt_done: Any, on_token: Any) -> None:
-        def timed(*arguments: Any) -> None:
-            began = time.perf_counter()
-            on_prompt_done(*arguments)
-            self._reward_s += time.perf_counter() - began
-
-        sample(module, prompts, sampling, timed, on_token)
+    def _timed_score(self, *arguments: Any) -> Any:
+        began = time.perf_counter()
+        group = self._score(*arguments)
+        self._reward_s += time.perf_counter() - began
+        return group
 
 
 @dataclass(frozen=True)

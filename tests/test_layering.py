@@ -38,7 +38,7 @@ MAY_SEE = {
         *("comm.islands.islands", "comm.islands.merges"),
     },
     "rollout": {"data", "models"},
-    "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint"},
+    "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint", "rollout"},
     "scripting": {"runtime", "data", "observe", "training"},
     "jobs": set(),
     "simulate": {"data"},

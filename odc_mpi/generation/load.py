@@ -21,9 +21,10 @@ class GenerateArguments:
     """Options of `odc-mpi generate` and `odc-mpi chat`.
 
     `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run: a
-    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
-    tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat`
-    uses none. If `out` is None, completions are printed. See also `read_examples`, `load_model` and `shard_model`.
+    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set
+    with a tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`;
+    `odc-mpi chat` uses none. If `out` is None, completions are printed. A rank decodes up to `batch_size` prompts
+    at a time. See also `read_examples`, `load_model` and `shard_model`.
     """
 
     source: Path
@@ -37,6 +38,7 @@ class GenerateArguments:
     out: Path | None = None
     attn_implementation: str | None = None
     base: Path | None = None
+    batch_size: int = 32
 
 
 @dataclass

@@ -3,11 +3,16 @@
 The phases of `generate_all`:
 
 set up     load the model and the prompts on all ranks, compare them, allocate windows         collective
-generate   each rank claims one prompt at a time, without waiting for other ranks              one-sided
+generate   each rank claims prompts, and decodes them in a batch in which other prompts take
+           the place of those that have ended                                                  one-sided
 finish     gather the completions; rank 0 writes or prints them                                collective
+
+Random numbers depend only on `SamplingParams.seed` and the number of a prompt. The rounding of logits depends on the
+batch, so that a completion may differ where two tokens are almost equally likely; a batch size of 1 excludes that.
 """
 
 import errno
+import itertools
 import json
 import os
 import sys
@@ -30,10 +35,12 @@ from odc_mpi.data.examples import Conversation, Example, PromptCompletion
 from odc_mpi.data.prompt_dataset import read_prompts, warn_ignored
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.files import atomic_write
-from odc_mpi.generation.generate import CompletionOutput, generate, max_new_tokens_for
+from odc_mpi.generation.generate import CompletionOutput, completion_output, generate
 from odc_mpi.generation.load import GenerateArguments, GenerationModel, load_generation_model
 from odc_mpi.hub import resolve_model_path
-from odc_mpi.models.decoding import Prompt, unsharded_if_fits
+from odc_mpi.models.decoding import Prompt, max_new_tokens_for, unsharded_if_fits
+from odc_mpi.rollout.decode import decode_claimed, prompt_batch
+from odc_mpi.rollout.sampling import PromptCompletions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 
@@ -62,22 +69,47 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
     world.require_same("\n".join(json.dumps(request.prompt) for request in requests), "the prompts")
     model = shard(source, arguments.device, world)
     tickets = Tickets(world)
+    draw = tickets.draw(len(requests))
+    outputs: list[CompletionOutput] = []
     # If several ranks generate, rank 0 prints all completions in order at the end.
-    streams = arguments.out is None and (world.size == 1 or len(requests) == 1)
-    outputs = []
+    prints = arguments.out is None and world.size == 1
+    ended: dict[int, CompletionOutput] = {}
+
+    def on_prompt_done(number: int, found: PromptCompletions) -> None:
+        ended[number] = completion_output(number, found)
+        while prints and len(outputs) in ended:
+            _print(source.tokenizer, requests, ended[len(outputs)])
+            outputs.append(ended.pop(len(outputs)))
+
     with unsharded_if_fits(model), model.activity("generating") as set_activity:
-        for index in tickets.draw(len(requests)):
-            set_activity(f"generating from prompt {index + 1:,} of {len(requests):,}")
-            streamer = _print_prompt(source.tokenizer, requests[index], len(requests)) if streams else None
-            outputs.append(generate(model.module, requests[index].prompt, arguments.sampling, streamer))
-    completions = sorted(output for rank_outputs in world.gather_objects(outputs) for output in rank_outputs)
+        if prints and len(requests) == 1:
+            streamer = _print_prompt(source.tokenizer, requests[0], 1)
+            outputs.append(generate(model.module, requests[0].prompt, arguments.sampling, streamer))
+        else:
+            share = -(-len(requests) // world.size)
+            batch = prompt_batch(
+                model.module,
+                arguments.sampling.rollout,
+                min(share, arguments.batch_size),
+                on_prompt_done,
+            )
+
+            def report(token: int) -> None:
+                set_activity(f"generating token {token:,} of {len(batch.prompts):,} completions")
+
+            def claim(count: int) -> dict[int, Prompt]:
+                return {index: requests[index].prompt for index in itertools.islice(draw, count)}
+
+            decode_claimed(batch, claim, 0, report)
+    completions = sorted(
+        output for rank_outputs in world.gather_objects([*outputs, *ended.values()]) for output in rank_outputs
+    )
     records = [output_record(source.tokenizer, *pair) for pair in zip(requests, completions, strict=True)]
     if (out := arguments.out) is not None:
         world.run_on_all(lambda: _write(out, records) if world.rank == 0 else None)
-    elif world.rank == 0 and not streams:
-        for request, record in zip(requests, records, strict=True):
-            _print_prompt(source.tokenizer, request, len(requests))
-            print(record["completion"], flush=True)
+    elif world.rank == 0 and not prints:
+        for completion in completions:
+            _print(source.tokenizer, requests, completion)
     tickets.close()
     model.close()
     return completions
@@ -204,6 +236,12 @@ def _write(out: Path, records: list[dict[str, Any]]) -> None:
     except OSError as error:
         raise _write_error(out, error) from error
     print(f"wrote {len(records):,} completions to {out}", flush=True)
+
+
+def _print(tokenizer: Any, requests: Sequence[Request], completion: CompletionOutput) -> None:
+    request = requests[completion.number]
+    _print_prompt(tokenizer, request, len(requests))
+    print(output_record(tokenizer, request, completion)["completion"], flush=True)
 
 
 def _print_prompt(tokenizer: Any, request: Request, count: int) -> TextStreamer:

@@ -1,20 +1,17 @@
 """Generation with a model that may be in training. The training state of the model is restored afterward."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 
+from odc_mpi.errors import UserError
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.models.quirks.caches import WITHOUT_CACHE, cache_argument
 from odc_mpi.shard.model import ShardedModel
-
-#: Function that calls the model's `generate` and returns the tokens of prompts and completions. Its arguments are the
-#: prompts' tokens and attention mask, both int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or
-#: None; and any other keyword arguments for `generate`.
-DecodeFn = Callable[..., torch.Tensor]
 
 
 class Prompt(NamedTuple):
@@ -32,32 +29,12 @@ class Prompt(NamedTuple):
 
 
 @contextmanager
-def generation_mode(module: Any) -> Iterator[DecodeFn]:
+def generation_mode(module: Any) -> Iterator[None]:
     """Context manager that puts a model into evaluation mode, with a cache except in families of `WITHOUT_CACHE`.
 
     `module` is a transformers causal language model, or the `module` of a sharded one. In the `with` block, the model
     uses transformers' attention. On exit, its modes and settings and PyTorch's random number generators are restored.
-    Yields a function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
-    argument, has_cache = cache_argument(module), module.config.model_type not in WITHOUT_CACHE
-
-    def decode(
-        tokens: torch.Tensor,
-        mask: torch.Tensor,
-        settings: dict[str, Any],
-        cache: transformers.Cache | None = None,
-        **arguments: Any,
-    ) -> torch.Tensor:
-        if cache is not None:
-            arguments[argument] = cache
-        decoded: torch.Tensor = module.generate(
-            tokens.to(module.device),
-            attention_mask=mask.to(module.device),
-            generation_config=transformers.GenerationConfig(use_cache=has_cache, **settings),
-            **arguments,
-        )
-        return decoded
-
     training = [submodule for submodule in module.modules() if submodule.training]
     configs: list[Any] = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
     before = [(config, config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
@@ -70,9 +47,9 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
         # Ignore defaults from the model's generation_config.json: `SamplingParams` has all settings.
         module.generation_config = transformers.GenerationConfig()
         for config in configs:
-            config.use_cache = has_cache
+            config.use_cache = _has_cache(module)
         with torch.random.fork_rng(devices=devices):
-            yield decode
+            yield
     finally:
         module.generation_config = default
         for config, attention, use_cache in before:
@@ -82,7 +59,91 @@ def generation_mode(module: Any) -> Iterator[DecodeFn]:
             submodule.training = True
 
 
+def run_generate(
+    module: Any, tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any], **arguments: Any
+) -> torch.Tensor:
+    """Call the model's `generate`, and return the tokens of prompts and completions. One-sided if it is sharded.
+
+    For use in `generation_mode`. `tokens` and `mask` are those of the prompts, int64 `[rows, tokens]`. `settings` are
+    those of a `GenerationConfig`, and `arguments` any others of `generate`.
+    """
+    decoded: torch.Tensor = module.generate(
+        tokens.to(module.device),
+        attention_mask=mask.to(module.device),
+        generation_config=transformers.GenerationConfig(use_cache=_has_cache(module), **settings),
+        **arguments,
+    )
+    return decoded
+
+
+def _has_cache(module: Any) -> bool:
+    return module.config.model_type not in WITHOUT_CACHE
+
+
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
     """Return a context manager that unshards a model if its parameter cache is large enough. One-sided on entry."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()
+
+
+class CachedForward:
+    """Forward pass of a model that decodes batches (see `decodes_batches`), for use in `generation_mode`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self.device = module, module.device
+        self._cache_argument = cache_argument(module)
+        self._accepted = inspect.signature(module.forward).parameters.keys()
+
+    def next_logits(self, tokens: torch.Tensor, mask: torch.Tensor, cache: transformers.Cache) -> torch.Tensor:
+        """Return the logits after the last of `tokens`, float32 `[rows, vocabulary]`, and add all of them to `cache`.
+
+        One-sided if the model is sharded. `tokens`, int64 `[rows, new]`, follow those in the cache. `mask`, int64
+        `[rows, cached + new]`, is 0 for padding.
+        """
+        mask = mask.to(self.device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        inputs = self._module.prepare_inputs_for_generation(
+            tokens.to(self.device),
+            attention_mask=mask,
+            use_cache=True,
+            **{self._cache_argument: cache},
+            **{name: value for name, value in optional.items() if name in self._accepted},
+        )
+        with torch.no_grad():
+            logits: torch.Tensor = self._module(**inputs, return_dict=True).logits
+        return logits[:, -1].float()
+
+    def cache_bytes(self, length: int) -> int:
+        """Return the bytes of the keys and values of a row of `length` tokens. One-sided if the model is sharded."""
+        cache: Any = transformers.DynamicCache(config=self._module.config.get_text_config(decoder=True))
+        with generation_mode(self._module):
+            self.next_logits(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64), cache)
+        layers = [layer for layer in cache.layers if layer.keys is not None]
+        return sum(
+            (layer.keys.nbytes + layer.values.nbytes) // 2 * min(length, getattr(layer, "sliding_window", length))
+            for layer in layers
+        )
+
+
+def max_new_tokens_for(module: Any, prompt: Prompt) -> int:
+    """Return the maximum number of tokens that a model can generate after a prompt, or 2**30 if there is no limit.
+
+    Raises `UserError` if the prompt is empty or too long, or if it contains a token outside the model's vocabulary.
+    """
+    config = module.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if not prompt.tokens:
+        raise UserError(f"prompt {prompt.number}: expected at least one token, got none")
+    if max(prompt.tokens) >= config.vocab_size:
+        raise UserError(
+            f"prompt {prompt.number}: expected tokens below the model's vocab_size, {config.vocab_size}, got "
+            f"{max(prompt.tokens)}: use the tokenizer of the model, or save the model after "
+            f"resize_token_embeddings({max(prompt.tokens) + 1}) of transformers"
+        )
+    if positions is not None and len(prompt.tokens) >= positions:
+        raise UserError(
+            f"prompt {prompt.number}: expected fewer tokens than the model's max_position_embeddings, {positions}, got "
+            f"{len(prompt.tokens)}: shorten it"
+        )
+    return 1 << 30 if positions is None else positions - len(prompt.tokens)

@@ -7,7 +7,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.data.microbatch import packed_inputs
-from odc_mpi.generation.generate import prompt_seed
 from odc_mpi.models import attention
 
 SETTINGS = SIZES | {"vocab_size": 61, "max_position_embeddings": 40, "attention_dropout": 0.3}
@@ -40,14 +39,11 @@ def materialized(meta_model):
     return meta_model.module
 
 
-def plain_completion(model, tokens, number, sampling, stop=None):
-    """Complete a prompt with `generate` of transformers, with the random numbers of the prompt `number`."""
-    torch.manual_seed(prompt_seed(sampling.seed, number))
-    prompt = torch.tensor([tokens])
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
-    limits = {"max_new_tokens": sampling.max_new_tokens, "eos_token_id": stop, "pad_token_id": 0}
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=bool(drawn), **limits, **drawn)
-    return found[0, len(tokens) :].tolist()
+def greedy_completion(model, tokens, max_new_tokens, stop=None):
+    """Complete a prompt with `generate` of transformers."""
+    prompt = torch.tensor([list(tokens)])
+    settings = {"max_new_tokens": max_new_tokens, "eos_token_id": stop, "pad_token_id": 0, "do_sample": False}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, prompt.shape[1] :].tolist()
 
 
 class LargestTensor(TorchDispatchMode):

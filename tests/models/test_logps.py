@@ -14,7 +14,8 @@ from odc_mpi.models import attention, token_logps
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.quirks.logit_transform import LogitTransform
 from odc_mpi.models.token_logps import ChunkedLogps, TokenLogps
-from odc_mpi.rollout.sample import RolloutSamplingParams, sample
+from odc_mpi.rollout.decode import sample
+from odc_mpi.rollout.sampling import RolloutSamplingParams
 
 TRANSFORMS = {
     "linear": LogitTransform(),

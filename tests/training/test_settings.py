@@ -325,6 +325,7 @@ def test_user_errors_in_a_file(write, text, expected):
         (f"{EXACT} --data.context_parallel=auto", "data.context_parallel: expected off with run.exact true, got auto"),
         (f"{EXACT} --model.compile=true", "model.compile: expected false with run.exact true, got true"),
         (f"{EXACT} {GRPO} --rl.skip_failed_rewards=true", "rl.skip_failed_rewards: expected false with run.exact true"),
+        (f"{EXACT} {GRPO} --rl.max_staleness=1", "rl.max_staleness: expected 0 with run.exact true"),
         (f"{EXACT} {GRPO} --run.device=cuda", "run.device: expected auto or cpu with run.exact true, got cuda"),
     ],
 )  # fmt: skip

@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", type=as_path, help="JSONL or Parquet: prompt or messages per row")
     parser.add_argument("--out", type=as_path, metavar="FILE.jsonl", help="JSONL to write; default: print the text")
     parser.add_argument(
+        "--batch-size",
+        type=positive_int,
+        default=32,
+        metavar="N",
+        help="prompts that a rank decodes at once; default: 32",
+    )
+    parser.add_argument(
         "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
     )
 

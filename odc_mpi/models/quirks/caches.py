@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch
 import transformers
 
 from odc_mpi.models.families import rope_types
@@ -12,6 +13,8 @@ from odc_mpi.models.families import rope_types
 WITHOUT_CACHE = {"dory", "git", "moshi", "recurrent_gemma", "rwkv", "xlstm"}
 #: Layers of a transformers cache with keys and values only, which can be repeated, selected and padded on the left.
 _KEY_VALUE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"}
+#: Tensors of such a layer, whose first dimension is the rows, and their dimensions with a column per token.
+_COLUMN_DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}
 
 
 def decodes_batches(module: Any) -> bool:
@@ -33,3 +36,51 @@ def decodes_batches(module: Any) -> bool:
 def cache_argument(module: Any) -> str:
     """Return the name of the argument of `forward` for a cache, which is `cache` from transformers 5.24 on."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
+def append_rows(cache: transformers.Cache, num_rows: int, added: transformers.Cache, num_added: int) -> None:
+    """Append the `num_added` rows of the cache `added` to the `num_rows` rows of `cache`.
+
+    Rows end in the same column: those that have fewer columns are padded on the left with zeros, which the attention
+    mask must exclude.
+    """
+    layers: list[tuple[Any, Any]] = list(zip(cache.layers, added.layers, strict=True))
+    for layer, other in layers:
+        if other.keys is not None and (layer.keys is None or not layer.is_initialized):
+            layer.lazy_initialization(other.keys, other.values)
+        for name, dim in _COLUMN_DIMS.items():
+            parts = [getattr(each, name, None) for each in (layer, other)]
+            example = next((part for part in parts if part is not None and part.numel()), None)
+            if example is not None:
+                longest = max(0 if part is None or not part.numel() else part.shape[dim] for part in parts)
+                padded = [
+                    _padded(part, example, dim, rows, longest)
+                    for part, rows in zip(parts, (num_rows, num_added), strict=True)
+                ]
+                setattr(layer, name, torch.cat(padded))
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = max(layer.cumulative_length, other.cumulative_length)
+
+
+def drop_columns(cache: transformers.Cache, count: int) -> None:
+    """Remove the first `count` columns, which the attention mask excludes in all rows."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        length = getattr(layer, "cumulative_length", None)
+        for name, dim in _COLUMN_DIMS.items():
+            values = getattr(layer, name, None)
+            if values is not None and values.numel():
+                # A layer with a sliding window has the last columns only.
+                kept = min(values.shape[dim], length - count) if length is not None else values.shape[dim] - count
+                setattr(layer, name, values.narrow(dim, values.shape[dim] - kept, kept).clone())
+        if length is not None:
+            layer.cumulative_length = length - count
+
+
+def _padded(part: torch.Tensor | None, example: torch.Tensor, dim: int, rows: int, columns: int) -> torch.Tensor:
+    """Return a tensor of a layer's cache with `rows` rows, padded on the left with zeros to `columns` columns."""
+    missing = columns - (part.shape[dim] if part is not None and part.numel() else 0)
+    shape = list(example.shape)
+    shape[0], shape[dim] = rows, missing
+    padding = example.new_zeros(shape)
+    return padding if part is None or not part.numel() else torch.cat([padding, part], dim) if missing else part

@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch_reference
 from number_words import number_words
-from packed_models import materialized, plain_completion
+from packed_models import greedy_completion, materialized
 from small_training import configure, expected
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation import run
-from odc_mpi.generation.generate import SamplingParams
+from odc_mpi.generation.generate import SamplingParams, generate
 from odc_mpi.generation.load import GenerateArguments
 from odc_mpi.generation.run import generate_all
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.export import export
 from odc_mpi.models.load import load_model
 from odc_mpi.training.inputs import open_inputs
@@ -32,7 +33,11 @@ WORDS = [" ".join(map(str, words)) for words in ([3], [1, 2, 3, 4], [60, 9], [7]
 
 
 def completions(model, sampling):
-    return [plain_completion(model, [*map(int, text.split())], i, sampling, 60) for i, text in enumerate(WORDS)]
+    """Completions of a plain model, decoded one at a time: greedy ones are those of transformers."""
+    prompts = [Prompt(i, [*map(int, text.split())], (60,)) for i, text in enumerate(WORDS)]
+    tokens = [generate(model, prompt, sampling).tokens for prompt in prompts]
+    assert sampling.temperature or tokens == [greedy_completion(model, each.tokens, 6, 60) for each in prompts]
+    return tokens
 
 
 @pytest.fixture(scope="module")

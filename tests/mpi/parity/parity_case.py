@@ -159,7 +159,7 @@ def slow_rollouts(at):
     draws = random.Random(at.world.rank)
     for kind, name, delays in (
         (GRPOObjective, "on_microbatch_end", [0, 0.002, 0.02]),
-        (RolloutSource, "_generate", [0, 0.01, 0.05]),
+        (RolloutSource, "_report_token", [0, 0.002, 0.01]),
     ):
         at.monkeypatch.setattr(kind, name, _late(getattr(kind, name), lambda delays=delays: draws.choice(delays)))
 

@@ -11,7 +11,8 @@ import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, only_reward, read_prompt_tokens
 from small_training import training
 
-from odc_mpi.rollout.sample import PromptCompletions
+from odc_mpi.rollout.decode import PromptBatch
+from odc_mpi.rollout.sampling import PromptCompletions
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.recipes.rollouts import source
 
@@ -44,19 +45,30 @@ def given_completions(index):
     ], stopped
 
 
-def sample_given(module, prompts, sampling, deliver, progress):
-    """Deliver given completions in place of generated ones."""
-    for i, prompt in enumerate(prompts):
-        tokens, stopped = given_completions(prompt.number)
-        deliver(
-            i, PromptCompletions(tokens, [np.zeros(len(completion), np.float32) for completion in tokens], stopped, 0.0)
-        )
+class GivenCompletions(PromptBatch):
+    """Batch that delivers given completions in place of generated ones."""
+
+    num_free = 100
+
+    def add(self, prompts, step):
+        self.prompts |= prompts
+
+    def step(self, step, on_token):
+        for key, prompt in self.prompts.items():
+            tokens, stopped = given_completions(prompt.number)
+            logps, steps = ([np.zeros(len(each), dtype) for each in tokens] for dtype in (np.float32, np.int64))
+            self._on_prompt_done(key, PromptCompletions(tokens, logps, stopped, 0.0, [each + step for each in steps]))
+        self.prompts.clear()
 
 
 def train(world, config):
     """Train; return for each step the metrics, the full gradients and the parameters before it."""
     steps, inputs = [], open_inputs(config, world.rank, world.size)
-    with patch.object(source, "sample", sample_given), training(config, world, inputs) as (trainer, _), trainer:
+    with (
+        patch.object(source, "prompt_batch", GivenCompletions),
+        training(config, world, inputs) as (trainer, _),
+        trainer,
+    ):
         model, divide, gradients = trainer.model, trainer.model.divide_gradients_, []
 
         def divide_and_keep(divisor):

@@ -14,16 +14,16 @@ import transformers
 from exact_runs import ExactRuns
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, only_reward, read_prompt_tokens
 from number_words import number_words
-from packed_models import plain_completion
+from packed_models import greedy_completion
 from small_training import QWEN2, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models import families
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.rollout.sample import RolloutSamplingParams, sample
+from odc_mpi.rollout.decode import sample
+from odc_mpi.rollout.sampling import RolloutSamplingParams
 from odc_mpi.training import run as training_run
 from odc_mpi.training.recipes.rollouts.source import RolloutSource
 from odc_mpi.training.train import train
@@ -48,10 +48,10 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     lines, _ = run(rl__temperature=0.9, run__steps=1, **rewards)
     config = make_settings(grpo_dir, rl__temperature=0.9)
     order = np.random.default_rng([config.run.seed, 0]).permutation(14)[:6].tolist()
-    sampling = RolloutSamplingParams(NUM_GENERATIONS, MAX_LENGTH, 0.9, seed=config.run.seed, step=1)
+    sampling = RolloutSamplingParams(NUM_GENERATIONS, MAX_LENGTH, 0.9, seed=config.run.seed)
     prompts, made = read_prompt_tokens(grpo_dir), {}
     tokens = [Prompt(index, prompts[index].tokens, (END,)) for index in order]
-    sample(torch_reference.initial_model(config).eval(), tokens, sampling, made.__setitem__)
+    sample(torch_reference.initial_model(config).eval(), tokens, sampling, made.__setitem__, step=1)
     lengths = [len(completion) for found in made.values() for completion in found.tokens]
     assert lines[0]["num_input_tokens"] == sum(lengths) and lines[0]["reward"] == pytest.approx(-np.mean(lengths) / 4)
     assert lines[0]["entropy"] == pytest.approx(sum(found.entropy for found in made.values()) / sum(lengths))
@@ -81,13 +81,13 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     changes = {"optim__adam_epsilon": 1e-3}
     not_shared, summary = run("not_shared", **changes, rl__store_bytes=0)
     assert summary["groups_claimed_from_other_ranks"] == 0
-    generate = RolloutSource._generate
+    report = RolloutSource._report_token
 
-    def slowed(source, *arguments):
-        time.sleep(0.15 * (world.rank == world.size - 1))
-        return generate(source, *arguments)
+    def slowed(source, token):
+        time.sleep(0.05 * (world.rank == world.size - 1))
+        report(source, token)
 
-    monkeypatch.setattr(RolloutSource, "_generate", slowed)
+    monkeypatch.setattr(RolloutSource, "_report_token", slowed)
     shared, _ = run("shared", **changes)
     np.testing.assert_allclose(trained_groups(shared), trained_groups(not_shared), rtol=2e-5, atol=2e-6)
     for line in not_shared + shared:
@@ -201,8 +201,8 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir,
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
     assert f"evaluating, token 2 of {MAX_LENGTH}" in doing, "what others that wait for this rank print"
     model = torch_reference.initial_model(make_settings(grpo_dir)).eval()
-    prompts, greedy = read_prompt_tokens(grpo_dir), SamplingParams(max_new_tokens=MAX_LENGTH)
-    lengths = [len(plain_completion(model, prompts[index].tokens, index, greedy, stop=END)) for index in range(5)]
+    prompts = read_prompt_tokens(grpo_dir)
+    lengths = [len(greedy_completion(model, prompts[index].tokens, MAX_LENGTH, END)) for index in range(5)]
     assert start["eval_reward"] == pytest.approx(-np.mean(lengths) / 4)
     assert start["eval_mean_length"] == np.mean(lengths) and start["eval_exact_match"] == 0
     assert summary["eval_reward"] == found[-1]["eval_reward"]

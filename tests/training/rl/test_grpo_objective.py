@@ -14,7 +14,7 @@ from odc_mpi.data.groups import group_microbatches
 from odc_mpi.models import attention
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.rollout.rewards import GroupRewards
-from odc_mpi.rollout.sample import PromptCompletions
+from odc_mpi.rollout.sampling import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective, kl_k3, loss_normalizer
 from odc_mpi.training.recipes.rollouts.metrics import RolloutMetrics
@@ -44,7 +44,7 @@ def test_metrics_do_not_depend_on_who_generated_a_group(num_ranks):
     def computed(num_ranks):
         ranks, rows = [RolloutMetrics(["one"], len(VALUES)) for _ in range(num_ranks)], []
         for position, value in enumerate(VALUES):
-            completions = PromptCompletions([[1]], [np.zeros(1, np.float32)], [True], value)
+            completions = PromptCompletions([[1]], [np.zeros(1, np.float32)], [True], value, [np.ones(1, np.int64)])
             rewards = GroupRewards(np.array([[value]]), np.ones(1), 0)
             ranks[position % num_ranks].add_group(position, completions, rewards, np.zeros(1, np.bool_))
         gathered = MinibatchStats(ranks[0].gathered_names)

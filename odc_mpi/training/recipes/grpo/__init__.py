@@ -50,6 +50,7 @@ class GRPO(Recipe):
             "tokens are sampled with cumulative sums, which are not deterministic on a GPU",
         ),
         "rl.skip_failed_rewards": ((False,), "the dropped completions may depend on how long their rewards take"),
+        "rl.max_staleness": ((0,), "which parameters generate a token would depend on the speed of each rank"),
     }
 
     @override

@@ -12,7 +12,8 @@ from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.models.quirks.caches import decodes_batches
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.rollout.builtin_rewards import exact_match
-from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
+from odc_mpi.rollout.decode import sample
+from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
@@ -63,7 +64,7 @@ class RewardEvaluator(PeriodicEvaluator):
                 def on_prompt_done(i: int, completions: PromptCompletions, indices: list[int] = indices) -> None:
                     results.append(self._evaluate_completion(indices[i], completions))
 
-                sample(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
+                sample(self._model.module, prompts, sampling, on_prompt_done, on_token=self._report_token)
         # In the order of the prompts, so that sums do not depend on which rank generated what.
         _, *columns = np.array(sorted(itertools.chain.from_iterable(self._world.gather_objects(results)))).T
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published

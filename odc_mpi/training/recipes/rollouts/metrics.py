@@ -9,14 +9,22 @@ import numpy.typing as npt
 
 from odc_mpi.observe.metrics import RESULT, SPEED, Metric
 from odc_mpi.rollout.rewards import GroupRewards
-from odc_mpi.rollout.sample import PromptCompletions
+from odc_mpi.rollout.sampling import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 
 #: Names of a rank's counts and durations. `generate_s` includes rewards; `rollout_wait_s` is spent waiting for groups
 #: of other ranks. `groups_not_stored` were trained at once, because the memory for published groups was full.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "trained_tokens", "truncated", "rewarded"),
-    *("equal_groups", "failed_rewards", "generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
+    *(
+        "equal_groups",
+        "failed_rewards",
+        "staleness",
+        "generate_s",
+        "rollout_wait_s",
+        "groups_generated",
+        "groups_trained",
+    ),
     *("groups_claimed_from_other_ranks", "groups_not_stored"),
 )
 
@@ -34,6 +42,8 @@ ROLLOUT_METRICS = (
     Metric("rewards/NAME/mean", "mean of the reward function NAME", RESULT),
     Metric("entropy", "with GRPO mean entropy of sampling in nats", RESULT),
     Metric("failed_rewards", "rewards that failed", RESULT, "sum"),
+    Metric("staleness/mean", "steps by which tokens are older than the step that trains them", RESULT, "", "{:.2f}"),
+    Metric("staleness/max", "largest such number", RESULT),
     Metric("generate_s", "generating, per rank", SPEED, "sum"),
     Metric("rollout_wait_s", "waiting for completions, per rank", SPEED, "sum"),
     Metric("groups_claimed_from_other_ranks", "prompt groups trained by another rank", SPEED, "sum"),
@@ -53,10 +63,10 @@ class RolloutMetrics:
     `values` maps the `gathered_names`, in this order, to this rank's values.
     """
 
-    def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
-        self._reward_names, self._num_groups = reward_names, num_groups
+    def __init__(self, reward_names: Sequence[str], num_groups: int, *, has_staleness: bool = False) -> None:
+        self._reward_names, self._num_groups, self._has_staleness = reward_names, num_groups, has_staleness
         functions = range(len(reward_names))
-        counts = (*_COUNTS, "shortest", "longest", *(f"function_{i}_count" for i in functions))
+        counts = (*_COUNTS, "shortest", "longest", "stalest", *(f"function_{i}_count" for i in functions))
         sums = ("length", "entropy", "reward", "squared_reward", *(f"function_{i}_sum" for i in functions))
         self.gathered_names = (*counts, *(f"{name}_{position}" for name in sums for position in range(num_groups)))
         self.reset()
@@ -71,12 +81,17 @@ class RolloutMetrics:
 
     def add_group(
         self,
+        step: int,
         position: int,
         completions: PromptCompletions,
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Add the minibatch's group at `position`. `excluded`, bool `[completions]`, marks completions without loss."""
+        """Add the group at `position` of the minibatch of `step`.
+
+        `excluded`, bool `[completions]`, marks completions without loss.
+        """
+        staleness = step - np.concatenate(completions.steps)
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
         added = {
@@ -88,6 +103,7 @@ class RolloutMetrics:
             "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
             "failed_rewards": group_rewards.num_failed,
             "groups_generated": 1,
+            "staleness": staleness.sum(),
             f"length_{position}": lengths.mean(),
             f"entropy_{position}": completions.entropy,
             f"reward_{position}": rewards.sum(),
@@ -100,6 +116,7 @@ class RolloutMetrics:
         for name, value in added.items():
             self.add(name, float(value))
         self.values["shortest"] = min(self.values["shortest"], float(lengths.min()))
+        self.values["stalest"] = max(self.values["stalest"], float(staleness.max()))
         self.values["longest"] = max(self.values["longest"], float(lengths.max()))
 
     def _total(self, gathered: MinibatchStats, name: str) -> float:
@@ -137,6 +154,9 @@ class RolloutMetrics:
         for i, name in enumerate(self._reward_names):
             count = gathered.sum(f"function_{i}_count")
             metrics[f"rewards/{name}/mean"] = self._total(gathered, f"function_{i}_sum") / count if count else None
+        if self._has_staleness:
+            metrics["staleness/mean"] = sums["staleness"] / tokens
+            metrics["staleness/max"] = int(gathered.per_rank("stalest").max())
         return metrics
 
 

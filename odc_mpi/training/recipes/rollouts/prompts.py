@@ -30,6 +30,14 @@ class PromptLoader(ShuffledSampler):
         position, indices = self._next_indices()
         return PlannedMinibatch(**position, indices=indices, plan=Plan(()), rank=0, dataset=self._dataset)
 
+    def upcoming(self, count: int) -> list[PlannedMinibatch]:
+        """Return the next minibatches, without advancing."""
+        state = self.state_dict()
+        minibatches = [next(self) for _ in range(count)]
+        if count:
+            self.load_state_dict(state)
+        return minibatches
+
 
 def predict_lengths(
     indices: Sequence[int], prompt_lengths: npt.NDArray[np.int64], observed: Mapping[int, float]
@@ -47,13 +55,18 @@ def predict_lengths(
     return [observed.get(index, intercept + slope * int(prompt_lengths[index])) for index in indices]
 
 
+def longest_first(lengths: Sequence[float]) -> list[int]:
+    """Return the indices of `lengths`, actual or expected numbers of tokens, from the longest to the shortest."""
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
     """Return batches of prompts to decode together, in order of decreasing length.
 
-    Prompts are given by their indices in `lengths`, which contains actual or expected numbers of tokens. A batch has at
-    least one prompt, at most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
+    Prompts are given by their indices in `lengths`. A batch has at least one prompt, at most `max_prompts`, and at most
+    the number of prompts divided by `num_shares`, rounded up.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = longest_first(lengths)
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
     return [order[begin : begin + together] for begin in range(0, len(lengths), together)]
 

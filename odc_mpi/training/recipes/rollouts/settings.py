@@ -13,6 +13,8 @@ from odc_mpi.setting_types import (
 )
 
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
+_SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
+_STEPS = Check("from 0 to 32", lambda value: 0 <= value <= 32)
 _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
 _STORE_BYTES = Size(16 << 20)
 
@@ -31,6 +33,8 @@ class RLConfig:
     temperature: Annotated[float, "temperature of the softmax, in sampling and in training", POSITIVE] = 1.0
     top_p: Annotated[float, "nucleus sampling threshold; 1: off", _PROBABILITY] = 1.0
     top_k: Annotated[int, "sample from the k most likely tokens; 0: off", NOT_NEGATIVE] = 0
+    min_p: Annotated[float, "least probability, relative to the most likely token; 0: off", _SHARE] = 0.0
+    repetition_penalty: Annotated[float, "divides logits of tokens that have occurred; 1: off", POSITIVE] = 1.0
     beta: Annotated[float, "weight of the KL divergence from model.path; 0: none", NOT_NEGATIVE] = 0.0
     loss_type: Annotated[
         Literal["dapo", "grpo", "dr_grpo"], "divide by tokens, by completions and their lengths, or by a constant"
@@ -38,6 +42,12 @@ class RLConfig:
     scale_rewards: Annotated[Literal["group", "none"], "divide advantages by the std of the group"] = "group"
     mask_truncated_completions: Annotated[bool, "exclude truncated completions from the loss"] = False
     num_iterations: Annotated[int, "updates per rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
+    max_staleness: Annotated[
+        int, "steps by which completions may be older than the step that trains them; 0: on-policy", _STEPS
+    ] = 0
+    stale_kv: Annotated[
+        Literal["keep", "recompute"], "keys and values of completions in progress, when parameters change"
+    ] = "keep"
     max_concurrent_sequences: Annotated[int, "most completions that a rank decodes at once", ONE_OR_MORE] = 256
     store_bytes: Annotated[Size, "bytes per rank for finished rollouts that any rank may train"] = _STORE_BYTES
     reward_timeout_s: Annotated[float, "time limit of a reward function per prompt group, in seconds", POSITIVE] = 60.0

@@ -1,63 +1,70 @@
-"""Source of microbatches for GRPO. Each rank generates completions, and then trains on groups from any rank.
+"""Source of microbatches of completions. Each rank generates completions, and then trains on groups from any rank.
 
 A group consists of a prompt and its completions. A minibatch has these phases:
 
-    claim prompts        claim the next batch of prompts, longest expected completions first          one-sided
-    generate             publish each complete group with its advantages, or train on it if the
-                         memory for groups is full                                                    one-sided
+    generate             claim prompts, longest expected completions first, and decode them, claiming others when
+                         completions have ended; publish each complete group with its advantages, or train on it
+                         if the memory for groups is full                                             one-sided
     no prompts left      claim published groups from any rank, the largest first, and train on them   one-sided
-    no groups published  sleep until a group is published or all groups are done                      one-sided
+    no groups published  generate for later steps (see below), or sleep until a group is published or
+                         all groups are done                                                          one-sided
     gradients complete   gather the counts and sums of all groups                                     collective
+
+With `rl.max_staleness`, the prompts of that many later steps can be claimed, too. Each step trains its own prompts, in
+the order of the data, so completions are at most that many steps older than the step that trains them. Completions in
+progress, with their keys and values, are kept while gradients are completed and parameters published, and then go on
+with the new parameters.
 
 In an exact run (`training.exact`), each group is decoded and trained separately, because shared batches would depend on
 the speed of each rank and change the last bits of logits and gradients.
 """
 
-import itertools
-import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from odc_mpi.comm.tickets import Tickets
-from odc_mpi.comm.work_queue import QueueState, WorkQueue
+from odc_mpi.comm.work_queue import QueueState
 from odc_mpi.data.groups import Answer, PromptGroup, group_microbatches
 from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
+from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import warn
-from odc_mpi.files import warn_write_failed
-from odc_mpi.formatting import truncate_text
-from odc_mpi.models.decoding import unsharded_if_fits
-from odc_mpi.models.quirks.caches import decodes_batches
+from odc_mpi.formatting import format_quantity
+from odc_mpi.models.decoding import generation_mode, unsharded_if_fits
 from odc_mpi.observe.callback import Step
-from odc_mpi.rollout.rewards import GroupRewards
-from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
+from odc_mpi.rollout.decode import Decoder, prompt_batch
+from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.loop import MinibatchSource
+from odc_mpi.training.recipes.rollouts.carried import require_carried
+from odc_mpi.training.recipes.rollouts.completion_log import CompletionLog
 from odc_mpi.training.recipes.rollouts.metrics import ROLLOUT_METRICS, RolloutMetrics
 from odc_mpi.training.recipes.rollouts.prompts import (
     PromptCodec,
     PromptLoader,
     RewardsFn,
-    longest_first_batches,
+    longest_first,
     predict_lengths,
 )
-from odc_mpi.training.rundir.records import COMPLETIONS
+from odc_mpi.training.recipes.rollouts.step_rollouts import RolloutWindows, StepRollouts
 
 #: Fraction of truncated completions above which a warning is printed.
 _MANY_CLIPPED = 0.9
 #: Initial and maximum sleep between two polls of the queue, in seconds.
 _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
+#: Tokens that a rank decodes for later steps before it looks for groups to train again.
+_TOKENS_AHEAD = 8
 
 
 class RolloutSource(MinibatchSource):
-    """Source of microbatches whose completions are generated in the same step. Construction is collective.
+    """Source of microbatches whose completions are generated during training. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed and written to completions.jsonl. If the model does
     not pack, each microbatch has one completion. `reward_names` are those of the reward functions in `rewards_of`.
@@ -75,53 +82,82 @@ class RolloutSource(MinibatchSource):
         config, world, inputs = context.config, context.world, context.inputs
         assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset)
         self._prompts, self._loader = inputs.dataset, inputs.loader
-        self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
+        self._rl, self._world, self._model = config.rl, world, model
         self._exact, self._packs = config.run.exact, inputs.model.packing.packs
-        self._max_tokens = config.data.max_tokens_per_microbatch
-        self._reward_names, self._rewards_of = reward_names, rewards_of
+        self._max_tokens, self._num_steps = config.data.max_tokens_per_microbatch, config.run.steps
+        self._rewards_of = rewards_of
         self._codec = PromptCodec(inputs.dataset, config.model.path)
-        num_groups = config.data.minibatch_sequences // config.rl.num_generations
-        self._tickets = Tickets(world)
-        self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)
-        self._metrics = RolloutMetrics(reward_names, num_groups)
+        rl = config.rl
+        num_prompts, num_windows = config.data.minibatch_sequences // rl.num_generations, rl.max_staleness + 1
+        self._rollout_windows = [
+            RolloutWindows(world, num_prompts, rl.store_bytes // num_windows) for _ in range(num_windows)
+        ]
+        self._metrics = RolloutMetrics(reward_names, num_prompts, has_staleness=rl.max_staleness > 0)
         self.gathered_names = self._metrics.gathered_names
         self.metrics = tuple(each for metric in self.metrics for each in metric.expand(reward_names))
         #: Mean length in tokens of the completions last generated for each prompt, keyed by the prompt's index.
         self._observed_lengths: dict[int, float] = {}
-        self._step = 0  # number of the current step
+        #: The current step, and the later steps whose prompts can be claimed.
+        self._steps: deque[StepRollouts] = deque()
+        #: Values to add to the metrics of later steps.
+        self._later_metrics: dict[int, list[Callable[[], None]]] = {}
         self._note: Callable[[str], None] = world.set_status
-        #: Completions to log that this rank generated in the current step.
-        self._logged_completions: list[dict[str, Any]] = []
-        self._log_path = Path(config.run.dir) / COMPLETIONS
+        self._log = CompletionLog(world, config.run.dir, rl.log_completions, reward_names)
         self._warned: set[str] = set()
+        names = {field.name for field in fields(RolloutSamplingParams)} & vars(rl).keys()
+        sampling = RolloutSamplingParams(seed=config.run.seed, **{name: getattr(rl, name) for name in names})
+        self._num_prompts = num_prompts
+        max_prompts = 1 if config.run.exact else max(1, rl.max_concurrent_sequences // rl.num_generations)
+        self._batch = prompt_batch(model.module, sampling, max_prompts, self._score_prompt)
+
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        """Check that there is memory for completions in progress, and report it. Collective with `rl.max_staleness`."""
+        if not self._rl.max_staleness:
+            return
+        longest, module = int(self._prompts.lengths.max()), self._model.module
+        num_bytes = require_carried(self._world, module, self._rl, longest, self._num_prompts)
+        if self._world.rank == 0:
+            again = "; those of the resumed run are generated again" if completed_steps else ""
+            size = format_quantity("bytes", num_bytes)
+            print(f"rl.max_staleness: completions in progress take up to {size} per rank{again}", flush=True)
 
     def next_minibatch(self) -> PlannedMinibatch:
         """Return the next minibatch of prompts from the loader."""
         return next(self._loader)
 
     def on_step_begin(self, step: Step) -> None:
-        """Reset the metrics and discard the completions logged in the previous step."""
-        self._step = step.number
+        """Reset the metrics, and let ranks claim the prompts of this step and of `rl.max_staleness` later ones."""
         self._metrics.reset()
-        self._logged_completions = []
+        if not self._steps:
+            self._add_step(step.number, step.minibatch)
+        ahead = self._steps[-1].number - step.number
+        num_ahead = min(self._rl.max_staleness, self._num_steps - step.number)
+        for i, minibatch in enumerate(self._loader.upcoming(num_ahead)[ahead:], self._steps[-1].number + 1):
+            self._add_step(i, minibatch)
+        for add in self._later_metrics.pop(step.number, []):
+            add()
 
     def microbatches(self, minibatch: PlannedMinibatch) -> Iterator[Microbatch]:
         """Generate completions for this rank's prompts, and yield microbatches of completions to train on. One-sided.
 
         They may be from prompts of other ranks (see the module docstring).
         """
-        count = len(minibatch.indices)
-        expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
-        alone = self._exact or not decodes_batches(self._model.module)
-        max_prompts = 1 if alone else self._rl.max_concurrent_sequences // self._rl.num_generations
-        decode_batches = longest_first_batches(expected, self._world.size, max_prompts)
-        for ticket in self._tickets.draw(len(decode_batches)):
-            yield from self._pack(self._generate(minibatch, decode_batches[ticket]))
-        while (state := self._queue.snapshot(count)).num_done < count:
-            if groups := self._claim(state):
+        step = self._steps[0]
+        if self._batch.prompts and self._rl.stale_kv == "recompute" and isinstance(self._batch, Decoder):
+            with self._generating():
+                self._batch.recompute()
+        while True:
+            self._generate(step)
+            yield from self._pack(step.take_unpublished())
+            if not step.is_generated_here:
+                continue  # there was no room for more groups
+            state = step.snapshot()
+            if state.num_done == step.count:
+                return
+            if groups := self._claim(step, state):
                 yield from self._pack(groups)
-            else:
-                self._wait(state)
+            elif not self._can_generate():
+                self._wait(step, state)
 
     def local_values(self) -> list[float]:
         """Return this rank's values, in the order of `gathered_names`."""
@@ -133,8 +169,7 @@ class RolloutSource(MinibatchSource):
         self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
             self._observed_lengths[index] = round(gathered.sum(f"length_{position}"), 2)
-        self._tickets.reset()
-        self._queue.reset()
+        self._windows_of(self._steps.popleft().number).reset()
 
     def _warn_once(self, step: Step) -> None:
         warnings = {}
@@ -158,10 +193,7 @@ class RolloutSource(MinibatchSource):
     def on_step_end(self, step: Step) -> None:
         """Add tokens per second to the metrics. Collective every `rl.log_completions` steps, to log completions."""
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
-        if self._is_logged_step():
-            lines = list(itertools.chain.from_iterable(self._world.gather_objects(self._logged_completions)))
-            if self._world.rank == 0:
-                self._log(lines)
+        self._log.write(step.number)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position and the observed completion lengths."""
@@ -174,95 +206,104 @@ class RolloutSource(MinibatchSource):
         lengths = state_dict["completion_lengths"]
         self._observed_lengths = {int(index): length for index, length in lengths.items()}
 
-    def _generate(self, minibatch: PlannedMinibatch, positions: list[int]) -> list[PromptGroup]:
-        """Generate completions and publish finished groups. Return the groups that do not fit in the store."""
+    def _windows_of(self, step: int) -> RolloutWindows:
+        return self._rollout_windows[step % len(self._rollout_windows)]
+
+    def _add_step(self, number: int, minibatch: PlannedMinibatch) -> None:
+        expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
+        self._steps.append(StepRollouts(number, minibatch, longest_first(expected), self._windows_of(number)))
+
+    def _can_generate(self) -> bool:
+        """Return True if this rank has completions in progress, or might claim prompts."""
+        return bool(self._batch.prompts) or any(step.has_prompts for step in self._steps)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
         began = time.perf_counter()
-        indices = [int(minibatch.indices[position]) for position in positions]
-        records = [self._prompts[index] for index in indices]
-        for position in positions:
-            self._queue.mark_started(position)
-        unpublished: list[PromptGroup] = []
-
-        def on_prompt_done(i: int, completions: PromptCompletions) -> None:
-            group = self._score_group(positions[i], indices[i], records[i], completions)
-            if group is not None and not self._queue.publish(positions[i], group.to_bytes()):
-                self._queue.mark_done(positions[i])
-                self._metrics.add("groups_not_stored")
-                unpublished.append(group)
-
-        prompts = [self._codec.encode(index, record) for index, record in zip(indices, records, strict=True)]
-        rl = self._rl
-        sampling = RolloutSamplingParams(
-            rl.num_generations, rl.max_completion_length, rl.temperature, rl.top_p, rl.top_k, self._seed, self._step
-        )
         with (
             self._model.spans.span("generate"),
             self._model.activity("generating") as self._note,
             unsharded_if_fits(self._model),
+            generation_mode(self._model.module),
         ):
-            sample(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
+            yield
         self._metrics.add("generate_s", time.perf_counter() - began)
-        return unpublished
+
+    def _generate(self, step: StepRollouts) -> None:
+        """Generate until this rank has finished its prompts of `step`, and there may be groups to train.
+
+        Stops earlier if groups that do not fit in the store fill a microbatch.
+        """
+        num_ahead = 0
+        with self._generating() if self._can_generate() else nullcontext():
+            while self._claim_prompts() or self._batch.prompts:
+                self._batch.step(step.number, self._report_token)
+                if sum(group.num_tokens for group in step.unpublished) >= self._max_tokens:
+                    return
+                if step.is_generated_here:
+                    num_ahead += 1
+                    if num_ahead % _TOKENS_AHEAD == 0 and (
+                        (state := step.snapshot()).published or state.num_done == step.count
+                    ):
+                        return
+
+    def _claim_prompts(self) -> bool:
+        """Claim prompts of the current and later steps, in this order, if the batch has room. Return True if any."""
+        has_claimed = False
+        for step in self._steps:
+            if num_free := self._batch.num_free:
+                positions = step.claim_prompts(num_free)
+                records = {position: self._prompts[int(step.minibatch.indices[position])] for position in positions}
+                prompts = {
+                    step.number * self._num_prompts + position: self._codec.encode(
+                        int(step.minibatch.indices[position]), record
+                    )
+                    for position, record in records.items()
+                }
+                if prompts:
+                    self._batch.add(prompts, step.number)
+                    has_claimed = True
+        return has_claimed
 
     def _report_token(self, token: int) -> None:
         self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
         self._world.progress.poke()  # without a progress thread, as no fetch does it while all units are unsharded
 
-    def _score_group(
-        self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
-    ) -> PromptGroup | None:
-        """Compute the rewards of a group and return it. Answers without a gradient are omitted.
+    def _score_prompt(self, key: int, completions: PromptCompletions) -> None:
+        """Compute the rewards of a prompt's completions, and publish the group."""
+        number, position = divmod(key, self._num_prompts)
+        step = next(step for step in self._steps if step.number == number)
+        group = self._score_group(step, position, completions)
+        if not step.finish(position, group):
+            self._count(number, lambda: self._metrics.add("groups_not_stored"))
 
-        If no answer has a gradient, mark the group done and return None.
-        """
+    def _count(self, step: int, add: Callable[[], None]) -> None:
+        """Call `add` to add values to the metrics of `step`, now or when that step begins."""
+        if step == self._steps[0].number:
+            add()
+        else:
+            self._later_metrics.setdefault(step, []).append(add)
+
+    def _score_group(self, step: StepRollouts, position: int, completions: PromptCompletions) -> PromptGroup | None:
+        """Compute the rewards of a group. Return it without answers that have no gradient, or None if all have none."""
+        index = int(step.minibatch.indices[position])
+        record = self._prompts[index]
         self._note(f"computing rewards of prompt {index}")
         group_rewards = self._rewards_of(self._codec.reward_kwargs(record, completions.tokens), index)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
-        self._metrics.add_group(position, completions, group_rewards, excluded)
-        if position == 0 and self._is_logged_step():
-            self._logged_completions = self._log_lines(record, completions, group_rewards, advantages)
+        self._count(
+            step.number,
+            lambda: self._metrics.add_group(step.number, position, completions, group_rewards, excluded),
+        )
+        if position == 0:
+            self._log.add(step.number, record, completions, group_rewards, advantages, self._codec.decode)
         answers = []
         for i in np.flatnonzero(~excluded & ((advantages != 0) | (self._rl.beta > 0))):
             tokens = np.array(completions.tokens[i], np.uint32)
             columns = {"logps": completions.logps[i], "advantage": advantages[i]}
             answers.append(Answer(tokens, np.ones(len(tokens), np.bool_), columns))
-        if not answers:
-            self._queue.mark_done(position)
-            return None
-        return PromptGroup(index, np.array(record.tokens, np.uint32), answers)
-
-    def _log_lines(
-        self, record: PromptRecord, completions: PromptCompletions, group_rewards: GroupRewards, advantages: np.ndarray
-    ) -> list[dict[str, Any]]:
-        """Return the lines of completions.jsonl for up to 4 completions of a prompt."""
-        return [
-            {
-                "step": self._step,
-                "prompt": record.prompt,
-                "completion": self._codec.decode(tokens),
-                "num_tokens": len(tokens),
-                "rewards": dict(zip(self._reward_names, map(_plain, group_rewards.per_function[:, i]), strict=True)),
-                "reward": _plain(group_rewards.rewards[i]),
-                "advantage": float(advantages[i]),
-            }
-            for i, tokens in enumerate(completions.tokens[:4])
-        ]
-
-    def _is_logged_step(self) -> bool:
-        return bool(self._rl.log_completions) and self._step % self._rl.log_completions == 0
-
-    def _log(self, lines: list[dict[str, Any]]) -> None:
-        try:
-            with self._log_path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        except OSError as error:
-            warn_write_failed(self._log_path, error)
-        for line in lines[:2]:
-            prompt, completion = (
-                truncate_text(json.dumps(line[key], ensure_ascii=False), 120) for key in ("prompt", "completion")
-            )
-            print(f"  {prompt} -> {completion}  reward {line['reward']}", flush=True)
+        return PromptGroup(index, np.array(record.tokens, np.uint32), answers) if answers else None
 
     def _pack(self, groups: list[PromptGroup]) -> Iterator[Microbatch]:
         self._metrics.add("groups_trained", len(groups))
@@ -271,20 +312,20 @@ class RolloutSource(MinibatchSource):
                 self._metrics.add("trained_tokens", microbatch.num_tokens)
                 yield microbatch
 
-    def _claim(self, state: QueueState) -> list[PromptGroup]:
+    def _claim(self, step: StepRollouts, state: QueueState) -> list[PromptGroup]:
         """Claim groups until a microbatch is full, but no more than an even share of the published groups."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
         groups: list[PromptGroup] = []
         num_tokens = 0
-        for _, owner, content in self._queue.claim(state.published):
-            groups.append(PromptGroup.from_bytes(content))
+        for owner, group in step.claim_groups(state):
+            groups.append(group)
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
-            num_tokens += groups[-1].num_tokens
+            num_tokens += group.num_tokens
             if len(groups) == max_groups or num_tokens >= self._max_tokens:
                 break
         return groups
 
-    def _wait(self, previous: QueueState) -> None:
+    def _wait(self, step: StepRollouts, previous: QueueState) -> None:
         """Sleep until the state of the queue changes. The timeout message lists the ranks that are generating."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
         num_open = len(previous.in_progress) + previous.num_not_started
@@ -292,13 +333,9 @@ class RolloutSource(MinibatchSource):
         with self._world.deadline(
             f"waiting for {num_open} prompt groups in progress", sorted(set(previous.in_progress.values()))
         ):
-            while not self._queue.has_changed(previous):
+            while not step.has_changed(previous):
                 self._world.progress.run_tasks()  # other ranks may push gradients to this one
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
         self._metrics.add("rollout_wait_s", time.perf_counter() - began)
         self._model.spans.add("rollout_wait", began)
-
-
-def _plain(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)

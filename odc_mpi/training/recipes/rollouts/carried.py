@@ -1,0 +1,42 @@
+"""Memory for completions in progress, whose keys and values are kept between steps with `rl.max_staleness`."""
+
+from typing import Any
+
+import torch
+
+from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.formatting import format_quantity
+from odc_mpi.models.decoding import CachedForward
+from odc_mpi.models.quirks.caches import decodes_batches
+from odc_mpi.runtime.memory import available_bytes
+from odc_mpi.runtime.world import World
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
+
+
+def require_carried(world: World, module: Any, rl: RLConfig, prompt_length: int, num_prompts: int) -> int:
+    """Return the bytes per rank for keys and values of completions that are carried over to the next step. Collective.
+
+    `prompt_length` is the length in tokens of the longest prompt, and `num_prompts` the number of prompts in a step.
+    Raises `AllRanksUserError` if the model cannot carry completions, or if a rank has too little memory for them.
+    """
+    if not decodes_batches(module):
+        raise AllRanksUserError(
+            f"rl.max_staleness: expected 0 with a model of the family {module.config.model_type}, whose completions "
+            f"cannot be continued in a batch with others, got {rl.max_staleness}: remove it"
+        )
+    num_rows = min(rl.max_concurrent_sequences, (rl.max_staleness + 1) * num_prompts * rl.num_generations)
+    num_bytes = num_rows * CachedForward(module).cache_bytes(prompt_length + rl.max_completion_length)
+
+    def check() -> None:
+        free = torch.cuda.mem_get_info(module.device)[0] if module.device.type == "cuda" else available_bytes()
+        share = free // (1 if module.device.type == "cuda" else world.host_size)
+        if num_bytes > share:
+            needed, found = (format_quantity("bytes", count) for count in (num_bytes, share))
+            raise UserError(
+                f"rl.max_staleness: completions in progress can take {needed} for keys and values, more than the "
+                f"{found} that are free for rank {world.rank}: lower rl.max_concurrent_sequences or "
+                "rl.max_completion_length"
+            )
+
+    world.run_on_all(check)
+    return num_bytes
