@@ -53,8 +53,6 @@ class Sizes:
 
 TINY_SIZES = Sizes(4, 6, 12, 12, 64, 128, 2, 4)
 
-TINY_SIZES = Sizes(4, 6, 12, 12, 64, 128, 2, 4)
-
 
 class HostDevice:
     """Stands in for a GPU where the script is checked without one."""

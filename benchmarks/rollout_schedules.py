@@ -4,8 +4,8 @@
 
     collective/barrier     ranks generate, wait for each other, then train with collectives on balanced microbatches
     window/barrier         ranks generate, wait for each other, then claim microbatches to train on
-    window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
-                           order in which they finish
+    window/on_demand       no barrier: after generating, a rank trains on finished groups of any rank, the largest first
+    window/stale_1, _2     with rl.max_staleness 1 and 2: instead of waiting, ranks decode for later steps
     bound                  lower bound: the time that all work takes if no rank ever waits or, if later, the earliest
                            time at which training on a completion of the last generated group can end
 
@@ -13,8 +13,7 @@ The options are those of `odc-mpi simulate`, except that `--per-rank` counts pro
 lengths of completions, and those of generation (see `RolloutScenario`). The completions of a prompt form its prompt
 group. A rank decodes all completions of its prompts together. Each decode step adds a token to every unfinished
 completion, and takes a constant time plus a time per unfinished completion. Training on a group can begin only when its
-last completion is finished, because its advantages are unknown until then. For window/on_demand, each group is divided
-into `SHARES` shares, which idle ranks claim.
+last completion is finished, because its advantages are unknown until then.
 
 The JSON object has `speedup` (total time of collective/barrier divided by that of the schedule), `idle_fraction` and
 `step_s` for each schedule and for the bound; `generation_fraction`, the fraction of the busy time of collective/barrier
@@ -22,33 +21,30 @@ in which ranks generate; and the options in `scenario`.
 """
 
 import argparse
-import heapq
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from itertools import cycle
 from typing import Any
 
 import numpy as np
+from stale_rollouts import RolloutWork, StaleRollouts
 from typing_extensions import override
 
 from odc_mpi.cli.options import add_scenario
 from odc_mpi.data.plan.balance import dynamic, lb_micro
-from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.events import Intervals, SimulatedTiming
+from odc_mpi.simulate.events import SimulatedTiming
 from odc_mpi.simulate.options import MAX_S, option_name
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import collect_timings, simulate_timing
 
-SCHEDULES = BASELINE, BARRIER, ON_DEMAND = "collective/barrier", "window/barrier", "window/on_demand"
+SCHEDULES = BASELINE, BARRIER = "collective/barrier", "window/barrier"
 BOUND = "bound"
-#: Number of shares of about equal cost into which a prompt group is divided. It must be fixed before lengths are known.
-#: With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch is incurred more often.
-SHARES = 4
+#: Schedules of `StaleRollouts`, and their `rl.max_staleness`.
+STALE = {"window/on_demand": 0, "window/stale_1": 1, "window/stale_2": 2}
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,14 @@ class RolloutScenario(Scenario):
         completions: Completions per prompt.
         decode_step_s: Constant seconds of a decode step.
         decode_sequence_s: Seconds of each sequence in a decode step.
+        max_rows: Completions that a rank decodes at once in window/stale_*.
     """
 
     lengths: str = "aime"
     completions: int = 8
     decode_step_s: float = 2e-3
     decode_sequence_s: float = 8.6e-5
+    max_rows: int = 128
 
     @override
     def __post_init__(self) -> None:
@@ -123,20 +121,13 @@ class SimulatedRollouts:
         num_groups, ranks = self.scenario.num_groups, self.scenario.ranks
         return [self.decode_ends_s(rank, range(rank, num_groups, ranks)) for rank in range(ranks)]
 
-    def shares(self, group: int) -> list[list[SequenceIndices]]:
-        """Return the shares of a finished prompt group, each as a list of microbatches."""
-        lengths = self.minibatch.lengths
-        longest_first = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
-        # Forth and back over the shares, so that the longest is with the shortest.
-        order = [*range(SHARES), *reversed(range(SHARES))]
-        shares: list[list[int]] = [[] for _ in range(SHARES)]
-        for position, share in zip(longest_first, cycle(order)):
-            shares[share].append(position)
-        packed = []
-        for share in shares:
-            bins = first_fit(lengths[share], self.scenario.max_tokens)
-            packed.append([tuple(share[k] for k in indices) for indices in bins])
-        return packed
+    def train_s(self, group: int) -> float:
+        """Return the seconds that a rank of speed 1 trains a group, which is not divided between ranks."""
+        positions = self.positions(group)
+        bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
+        microbatches = ([positions[k] for k in indices] for indices in bins)
+        seconds = math.fsum(self.minibatch.window_s(0, each, is_first=False) for each in microbatches)
+        return seconds * float(self.minibatch.speeds[0])
 
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds, in seconds, on the time that any schedule needs.
@@ -156,8 +147,6 @@ class SimulatedRollouts:
     def simulate(self, schedule: str) -> SimulatedTiming:
         """Simulate one of `SCHEDULES`. Ranks are busy while they generate or train."""
         free = [ends_of_rank[-1][0] for ends_of_rank in self.assigned_decode_ends_s]
-        if schedule == ON_DEMAND:
-            return self._simulate_on_demand(free)
         scenario, begin = self.scenario, max(free)
         balance = lb_micro if schedule == BASELINE else dynamic
         plan = balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
@@ -168,19 +157,17 @@ class SimulatedRollouts:
         ]
         return SimulatedTiming(begin + training.end_s, timeline)
 
-    def _simulate_on_demand(self, free: Sequence[float]) -> SimulatedTiming:
-        """Simulate ranks that, after generating, claim shares of groups in the order in which the groups finish."""
-        timeline: list[Intervals] = [[(0.0, end)] for end in free]
-        idle = [(end, rank) for rank, end in enumerate(free)]
-        heapq.heapify(idle)
-        for ready, group in sorted(each for ends_of_rank in self.assigned_decode_ends_s for each in ends_of_rank):
-            for share in self.shares(group):
-                at, rank = idle[0]
-                began = max(at, ready)
-                ended = began + math.fsum(self.minibatch.window_s(rank, each, is_first=False) for each in share)
-                timeline[rank].append((began, ended))
-                heapq.heapreplace(idle, (ended, rank))
-        return SimulatedTiming(max(at for at, _ in idle), timeline)
+
+def rollout_works(minibatches: Sequence[SimulatedRollouts]) -> list[RolloutWork]:
+    """Return the work of each minibatch for `StaleRollouts`."""
+    return [
+        RolloutWork(
+            each.minibatch.lengths.reshape(-1, each.scenario.completions),
+            [each.train_s(group) for group in range(each.scenario.num_groups)],
+            each.minibatch.speeds.tolist(),
+        )
+        for each in minibatches
+    ]
 
 
 def simulate_rollouts(scenario: RolloutScenario) -> dict[str, Any]:
@@ -189,8 +176,12 @@ def simulate_rollouts(scenario: RolloutScenario) -> dict[str, Any]:
     ends, busy, _ = collect_timings({name: each.simulate(name) for name in SCHEDULES} for each in minibatches)
     bounds = [minibatch.bounds_s() for minibatch in minibatches]
     work = {name: float(seconds.sum()) for name, seconds in busy.items()}
-    work[BOUND] = scenario.ranks * math.fsum(shared for _, shared in bounds)
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
+    works = rollout_works(minibatches)
+    for name, staleness in STALE.items():
+        simulated = StaleRollouts(scenario, works, staleness)
+        totals[name], work[name] = simulated.step_ends_s()[-1], simulated.busy_s
+    work[BOUND] = scenario.ranks * math.fsum(shared for _, shared in bounds)
     totals[BOUND] = math.fsum(max(seconds) for seconds in bounds)
     generated = sum(seconds[-1][0] for minibatch in minibatches for seconds in minibatch.assigned_decode_ends_s)
     return {
@@ -202,22 +193,31 @@ def simulate_rollouts(scenario: RolloutScenario) -> dict[str, Any]:
     }
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a `RolloutScenario`."""
+    add_scenario(parser, lengths=RolloutScenario.lengths)
+    for field in ("completions", "decode_step_s", "decode_sequence_s", "max_rows"):
+        default = getattr(RolloutScenario, field)
+        parser.add_argument(f"--{field.replace('_', '-')}", type=type(default), default=default)
+
+
+def build_scenario(arguments: argparse.Namespace) -> RolloutScenario:
+    """Return the scenario of the command line. Raises `UserError` if it is invalid."""
+    names = {field.name for field in fields(RolloutScenario)} & vars(arguments).keys()
+    return RolloutScenario(**{name: getattr(arguments, name) for name in names})
+
+
 def main() -> None:
     """Simulate the scenario of the command line, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_scenario(parser, lengths=RolloutScenario.lengths)
-    for field in ("completions", "decode_step_s", "decode_sequence_s"):
-        default = getattr(RolloutScenario, field)
-        parser.add_argument(f"--{field.replace('_', '-')}", type=type(default), default=default)
-    arguments = vars(parser.parse_args())
-    names = {field.name for field in fields(RolloutScenario)}
+    add_options(parser)
+    arguments = parser.parse_args()
     try:
-        scenario = RolloutScenario(**{name: value for name, value in arguments.items() if name in names})
-        result = simulate_rollouts(scenario)
+        result = simulate_rollouts(build_scenario(arguments))
     except UserError as error:
         parser.error(str(error))
-    if arguments["json"]:
+    if arguments.json:
         print(json.dumps(result))
         return
     print(f"{'':20}{'speed-up':>10}{'idle':>8}{'s / step':>10}")

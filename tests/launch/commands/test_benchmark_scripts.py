@@ -130,10 +130,19 @@ def test_checkpoint(short_results):
 def test_rollout_schedules():
     """No schedule exceeds the bound, and sharing pays."""
     result = printed("rollout_schedules.py", "--speed-variation", 0.1, "--minibatches", 6, "--json", ranks=0)
-    barrier, pool, on_demand, bound = result["speedup"].values()
+    barrier, pool, on_demand, stale_1, stale_2, bound = result["speedup"].values()
     assert barrier == 1 < pool < on_demand < bound and on_demand > max(1.13, 0.97 * bound)
+    assert 1.1 * on_demand < stale_1 < stale_2
     assert result["idle_fraction"]["collective/barrier"] == pytest.approx(0.14, abs=0.03)
     assert 0.4 < result["generation_fraction"] < 0.75
+
+
+def test_rollout_speed():
+    """On real ranks, as in the simulation, decoding for later steps pays, and no completion is older than allowed."""
+    options = ("--per-rank", 2, "--completions", 4, "--minibatches", 4, "--scale", 0.004, "--staleness", 1, "--json")
+    result = printed("rollout_speed.py", *options, ranks=2)["staleness"]
+    assert result["0"]["staleness_max"] == 0 and result["1"]["staleness_max"] == 1
+    assert result["1"]["simulated"] > 1 and result["1"]["step_s"] > 0.5 * result["1"]["simulated_s"]
 
 
 def test_load_speed(short_results):

@@ -22,8 +22,11 @@ from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_directory
 from odc_mpi.models.context_parallel_attention import attention_shape
-from odc_mpi.models.decoding import generation_mode
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.export import export
+from odc_mpi.models.quirks.caches import decodes_batches
+from odc_mpi.rollout.decode import decode_claimed, prompt_batch
+from odc_mpi.rollout.sampling import RolloutSamplingParams
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [
@@ -114,19 +117,24 @@ def try_adapters(world, dataset_path, path, reference):
     indices = inputs.loader._order[:7]
     with training(configs[cell == "no"], world, inputs) as (trainer, steps):
         loss = steps()[0]["loss"]
-        prompt = torch.arange(3, 9)[None]
-        settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        with generation_mode(trainer.model.module.eval()) as decode:
-            completion = decode(prompt, torch.ones_like(prompt), settings)
+        prompts = [Prompt(i, [*range(3, 3 + length)], ()) for i, length in enumerate((6, 2, 9))]
+        waiting, completions, module = iter(prompts), {}, trainer.model.module.eval()
+        batch = prompt_batch(module, RolloutSamplingParams(1, 4, temperature=0.0), 2, completions.__setitem__)
+        # The third prompt takes the place of one that has ended.
+        decode_claimed(batch, lambda count: {each.number: each for each in itertools.islice(waiting, count)}, 1)
+        generates = "in batches" if decodes_batches(module) else "one by one"
 
     def compare():
         wanted = torch_reference.compute_loss(reference.eval(), inputs.dataset, indices)
         assert loss == pytest.approx(wanted.item(), rel=2e-5)
-        expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **settings)
-        assert completion.tolist() == expected.tolist()
+        settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": False}
+        for prompt in prompts:
+            tokens = torch.tensor([prompt.tokens])
+            expected = reference.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
+            assert completions[prompt.number].tokens == [expected[0, len(prompt.tokens) :].tolist()]
 
     on_first_rank(world, compare)
-    return cell, "yes"
+    return cell, generates
 
 
 def try_split(meta_model):
