@@ -37,7 +37,7 @@ from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, re
 from odc_mpi.training.recipes.dpo import DPOConfig
 from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.reward import RewardConfig
-from odc_mpi.training.recipes.rollouts.settings import RLConfig
+from odc_mpi.training.recipes.rollouts.settings import WEIGHT_CONFLICTS, RLConfig
 
 #: Width of the help text, and indentation of the descriptions.
 _WIDTH, _INDENT = 100, 34
@@ -326,7 +326,8 @@ def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
 def _conflicts(recipe: Recipe) -> list[Conflicts]:
     """Return all combinations of settings that a run with this recipe does not support."""
     exact = Conflicts("run.exact", bool, {**_ALLOWED_IF_EXACT, **recipe.allowed_if_exact})
-    return [recipe.conflicts, ISLAND_CONFLICTS, exact, _CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS]
+    others = (_CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS, *WEIGHT_CONFLICTS)
+    return [recipe.conflicts, ISLAND_CONFLICTS, exact, *others]
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:

@@ -30,6 +30,7 @@ from odc_mpi.training.start.resolved_settings import with_device
 MINIMAL = "model: {path: weights}\ndata: {path: data.h5}\n"
 JOBS = Path(__file__).parents[2] / "jobs"
 GRPO = "--run.objective=grpo --rl.reward_funcs=f"
+OLD = f"{GRPO} --rl.max_staleness=2"
 DPO = "--run.objective dpo --dpo.loss_type"
 OUTER, CHANGE, EXACT = "--islands.by=2 --islands.mode=outer", "--islands.sync_when=change", "--run.exact=true"
 
@@ -205,6 +206,8 @@ BAD_VALUES = {
     "lora.r": ("0", "an integer or null, 1 or more"),
     "rl.reward_weights": ('"abc"', "a list of numbers"),
     "rl.num_generations": ("1", "an integer, 2 or more"),
+    "rl.importance_sampling_clip_max": ("0.9", "a finite number, 1 or more"),
+    "rl.epsilon": ("0; 1", "a finite number, above 0 and below 1"),
     "rl.temperature": ("0", "a finite number, above 0"),
     "rl.loss_type": ('"bnpo"', "dapo or grpo or dr_grpo"),
 }
@@ -314,6 +317,12 @@ def test_user_errors_in_a_file(write, text, expected):
         (f"{GRPO} --rl.reward_weights=[1,2]", "rl.reward_weights: expected 1, a weight for each of rl."),
         (f"{GRPO} --rl.num_iterations=2", "rl.num_iterations: expected 1 with run.objective grpo, got 2"),
         (f"{GRPO} --rl.num_generations=5", "data.minibatch_sequences: expected a multiple of rl.num_generations,"),
+        (f"{GRPO} --rl.epsilon=0.1", "rl.epsilon: expected 0.2 with rl.max_staleness 0, got 0.1"),
+        (f"{GRPO} --importance_sampling_mode=none", "rl.importance_sampling_mode: expected clip with rl.max_staleness"),
+        (f"{OLD} --rl.importance_sampling_mode=token_mask --rl.epsilon_high=0.3",
+         "rl.epsilon_high: expected null with rl.importance_sampling_mode token_mask, got 0.3"),
+        (f"{OLD} --rl.importance_sampling_mode=none --rl.importance_sampling_clip_max=2",
+         "rl.importance_sampling_clip_max: expected 3.0 with rl.importance_sampling_mode none, got 2.0"),
         (f"{GRPO} --lora.r=4 --lora.dropout=0.1", "lora.dropout: expected 0"),
         (f"{GRPO} --data.balance=dynamic", "data.balance: expected lb_mini with run.objective grpo, got dy"),
         (f"{DPO} sigmoid,ipoo", "dpo.loss_type: expected some of sigmoid, hinge, "),

@@ -16,8 +16,9 @@ from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sampling import PromptCompletions
 from odc_mpi.shard.minibatch_stats import MinibatchStats
-from odc_mpi.training.recipes.grpo.objective import GRPOObjective, kl_k3, loss_normalizer
+from odc_mpi.training.recipes.grpo.objective import GRPOObjective, kl_k3
 from odc_mpi.training.recipes.rollouts.metrics import RolloutMetrics
+from odc_mpi.training.recipes.rollouts.objective import loss_normalizer
 from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 
@@ -35,6 +36,8 @@ def test_divisors():
     assert loss_normalizer(sections[0], num_tokens=0.0, num_completions=4.0) == 1.0
 
 
+#: Counts of the source that the objective reads.
+COUNTS = ("loss_tokens", "trained_tokens", "completions")
 #: Numbers whose sum depends on the order.
 VALUES = (np.random.default_rng(0).normal(size=12) * 10.0 ** np.arange(-6, 6)).tolist()
 
@@ -104,3 +107,31 @@ def test_a_shared_prompt_changes_no_loss_and_no_gradient(kind, beta):
         assert loss == pytest.approx(alone, abs=1e-6)
         difference = torch.cat([(gradient[name] - wanted[name]).flatten() for name in wanted])
         assert difference.norm() <= 1e-6 * torch.cat([value.flatten() for value in wanted.values()]).norm()
+
+
+def test_weights_of_old_tokens_reach_the_loss_and_the_metrics():
+    torch.manual_seed(0)
+    model, groups = packed_model().eval(), random_groups([(4, 7, 12, 1), (9, 2)], vocab_size=16)
+    [microbatch] = group_microbatches(groups, 1000)
+    statistics, losses = {}, {}
+    for mode in ("clip", "none"):
+        objective = GRPOObjective(model, RLConfig(max_staleness=1, importance_sampling_mode=mode), 1)
+        losses[mode] = objective.loss(None, microbatch).item()
+        step, gathered = SimpleNamespace(metrics={}), MinibatchStats([*objective.gathered_names, *COUNTS])
+        objective.on_step_begin(step)
+        objective.on_microbatch_end(SimpleNamespace(loss=losses[mode], statistics=objective.statistics.tolist()))
+        values = zip(objective.gathered_names, objective.local_values(), strict=True)
+        gathered.local |= dict(values) | dict.fromkeys(COUNTS, float(microbatch.num_tokens))
+        gathered.receive_reports(gathered.report(np.zeros(0), [True])[None])
+        objective.on_gathered(step, gathered)
+        statistics[mode] = step.metrics
+    on_policy = GRPOObjective(model, RLConfig(), 1).loss(None, microbatch).item()
+    assert losses["none"] == on_policy != losses["clip"]
+    logps = TokenLogps(model)(microbatch.inputs, microbatch.logit_positions, microbatch.targets).logps
+    ratios, found = (logps - microbatch.columns["logps"]).exp(), statistics["clip"]
+    names = [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "max")]
+    assert [found[name] for name in names] == pytest.approx([ratios.min().item(), ratios.max().item()])
+    mean = found["sampling/importance_sampling_ratio/mean"] * microbatch.num_tokens
+    assert mean == pytest.approx(ratios.sum().item(), rel=1e-5)
+    low, high, region = (found[f"clip_ratio/{name}_mean"] for name in ("low", "high", "region"))
+    assert low > 0 and high >= 0 and region == low + high and statistics["none"]["clip_ratio/region_mean"] == 0

@@ -11,11 +11,15 @@ from odc_mpi.setting_types import (
     Check,
     Size,
 )
+from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
 
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
 _STEPS = Check("from 0 to 32", lambda value: 0 <= value <= 32)
 _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
+_FRACTION = Check("above 0 and below 1", lambda value: 0 < value < 1)
+#: Weights of tokens that an older policy generated; see `rollouts.weights`.
+SamplingMode = Literal["clip", "token_truncate", "token_mask", "sequence_mask", "geometric_mask", "none"]
 _STORE_BYTES = Size(16 << 20)
 
 
@@ -48,8 +52,37 @@ class RLConfig:
     stale_kv: Annotated[
         Literal["keep", "recompute"], "keys and values of completions in progress, when parameters change"
     ] = "keep"
+    importance_sampling_mode: Annotated[SamplingMode, "with max_staleness: weights of old tokens; docs/rewards.md"] = (
+        "clip"
+    )
+    importance_sampling_clip_max: Annotated[float, "largest ratio of probabilities of an old token", ONE_OR_MORE] = 3.0
+    epsilon: Annotated[float, "clip: how far the ratio may fall below 1, if the advantage is negative", _FRACTION] = 0.2
+    epsilon_high: Annotated[
+        float | None, "clip: how far it may exceed 1, if the advantage is positive; null: epsilon", POSITIVE
+    ] = None
     max_concurrent_sequences: Annotated[int, "most completions that a rank decodes at once", ONE_OR_MORE] = 256
     store_bytes: Annotated[Size, "bytes per rank for finished rollouts that any rank may train"] = _STORE_BYTES
     reward_timeout_s: Annotated[float, "time limit of a reward function per prompt group, in seconds", POSITIVE] = 60.0
     skip_failed_rewards: Annotated[bool, "drop completions whose reward fails, instead of ending the run"] = False
     log_completions: Annotated[int, "steps between printed and recorded completions; 0: none", NOT_NEGATIVE] = 0
+
+
+_CLIP: Allowed = {
+    "rl.epsilon": ((RLConfig.epsilon,), "only clip has this bound"),
+    "rl.epsilon_high": ((RLConfig.epsilon_high,), "only clip has this bound"),
+}
+_LIMIT: Allowed = {"rl.importance_sampling_clip_max": ((RLConfig.importance_sampling_clip_max,), "it has no effect")}
+_ON_POLICY = "without old completions it has no effect"
+#: Settings for weights of old tokens that have no effect.
+WEIGHT_CONFLICTS = (
+    Conflicts(
+        "rl.max_staleness",
+        lambda value: value == 0,
+        {
+            f"rl.{name}": ((getattr(RLConfig, name),), _ON_POLICY)
+            for name in ("importance_sampling_mode", "importance_sampling_clip_max", "epsilon", "epsilon_high")
+        },
+    ),
+    Conflicts("rl.importance_sampling_mode", "clip".__ne__, _CLIP),
+    Conflicts("rl.importance_sampling_mode", "none".__eq__, _LIMIT),
+)
