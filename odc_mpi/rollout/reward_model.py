@@ -29,6 +29,9 @@ class RewardModel:
     model does not have exactly one output, or the padding token is unknown. For `time`, see `fix_time`.
     """
 
+    #: Other threads would compete for the device, and torch would start its own threads for each of them.
+    main_thread_only = True
+
     def __init__(self, path: Path, device: torch.device | str, time: str | None = None) -> None:
         if not is_model_directory(path):
             raise UserError(

@@ -9,22 +9,17 @@ completion and adds nothing to its reward. A completion to which no function app
 affect the advantages of the prompt's other completions. Asynchronous functions run at the same time, in a thread.
 """
 
-import asyncio
-import functools
 import importlib
 import importlib.util
 import inspect
 import itertools
 import math
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +29,7 @@ from odc_mpi.data.prompt_dataset import REWARD_ARGUMENTS
 from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.hub import parse_name
 from odc_mpi.rollout import builtin_rewards
+from odc_mpi.rollout.time_limits import ExpiredError, start
 
 RewardCallable = Callable[..., Sequence[float | None]]
 #: Number added to the standard deviation of a group before advantages are divided by it, as in TRL.
@@ -124,43 +120,82 @@ def check_arguments(functions: Sequence[RewardFunction], datasets: Mapping[str, 
             ) from error
 
 
-def compute_rewards(
-    functions: Sequence[RewardFunction],
-    reward_kwargs: Mapping[str, Sequence[Any]],
-    prompt: int,
-    rank: int,
-    *,
-    timeout_s: float,
-    skip: bool,
-) -> GroupRewards:
-    """Call all reward functions for the completions of one prompt, and return the rewards.
+class PartialRewards(NamedTuple):
+    """Rewards of the functions that have been called, float64 `[functions, completions]`, otherwise NaN.
+
+    `failed`, bool `[completions]`, is True for the completions for which a function failed.
+    """
+
+    values: npt.NDArray[np.float64]
+    failed: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RewardScorer:
+    """Calls all reward functions for the completions of one prompt.
 
     A function fails if it raises an exception, exceeds the time limit, or does not return a finite number or None for
-    each completion. Raises `UserError` if a function fails and `skip` is False.
+    each completion. Functions with a true attribute `main_thread_only`, such as reward models, are called in the main
+    thread, by `complete`. `beside`, which calls the others, may run in any thread.
 
-    Args:
-        reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
-            is a list with one entry per completion.
-        prompt, rank: Index of the prompt, and number of this rank, for use in messages.
-        timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
+    Attributes:
+        rank: Number of this rank, for use in messages.
+        timeout_s: Time limit in seconds for each function.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
             failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.
     """
-    count = len(reward_kwargs["completions"])
-    per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)
-    calls = [_start(reward.function, reward_kwargs) for reward in functions]
-    for row, (reward, call) in enumerate(zip(functions, calls, strict=True)):
-        try:
-            per_function[row] = _call(call, count, timeout_s)
-        except _FailedError as error:
-            message = f"reward function {reward.spec}, prompt {prompt}, rank {rank}: {error}"
-            if not skip:
-                raise UserError(f"{message}; set rl.skip_failed_rewards to exclude such completions") from error
-            warn(f"WARNING: {message}: excluded")
-            per_function[row] = error.values
-            failed |= error.failed
-    per_function[:, failed] = np.nan
-    return GroupRewards(per_function, np.array([reward.weight for reward in functions]), int(failed.sum()))
+
+    functions: Sequence[RewardFunction]
+    rank: int
+    timeout_s: float
+    skip: bool
+
+    def __call__(self, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int) -> GroupRewards:
+        """Call all functions in this thread, which must be the main thread if any has to be, and return the rewards.
+
+        Raises `UserError` if a function fails and `skip` is False.
+
+        Args:
+            reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns.
+                Each is a list with one entry per completion.
+            prompt: Index of the prompt, for use in messages.
+        """
+        return self.complete(reward_kwargs, prompt, self.beside(reward_kwargs, prompt))
+
+    def beside(self, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int) -> PartialRewards:
+        """Call the functions that may run in any thread, with the arguments and the errors of `__call__`."""
+        count = len(reward_kwargs["completions"])
+        rewards = PartialRewards(np.full((len(self.functions), count), np.nan), np.zeros(count, dtype=np.bool_))
+        self._fill(rewards, reward_kwargs, prompt, main_thread=False)
+        return rewards
+
+    def complete(
+        self, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int, rewards: PartialRewards
+    ) -> GroupRewards:
+        """Call the remaining functions, and return the rewards. `rewards` comes from `beside`, and is changed."""
+        self._fill(rewards, reward_kwargs, prompt, main_thread=True)
+        rewards.values[:, rewards.failed] = np.nan
+        weights = np.array([reward.weight for reward in self.functions])
+        return GroupRewards(rewards.values, weights, int(rewards.failed.sum()))
+
+    def _fill(
+        self, rewards: PartialRewards, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int, *, main_thread: bool
+    ) -> None:
+        calls = [
+            (row, reward.spec, start(reward.function, **_accepted_kwargs(reward.function, reward_kwargs)))
+            for row, reward in enumerate(self.functions)
+            if getattr(reward.function, "main_thread_only", False) == main_thread
+        ]
+        for row, spec, call in calls:
+            try:
+                rewards.values[row] = _call(call, len(rewards.failed), self.timeout_s)
+            except _FailedError as error:
+                message = f"reward function {spec}, prompt {prompt}, rank {self.rank}: {error}"
+                if not self.skip:
+                    raise UserError(f"{message}; set rl.skip_failed_rewards to exclude such completions") from error
+                warn(f"WARNING: {message}: excluded")
+                rewards.values[row] = error.values
+                rewards.failed[:] |= error.failed
 
 
 class _FailedError(Exception):
@@ -171,11 +206,10 @@ class _FailedError(Exception):
         self.values, self.failed = values, failed
 
 
-def _call(call: Callable[[], Any], count: int, timeout_s: float) -> npt.NDArray[np.float64]:
+def _call(call: Callable[[float], Any], count: int, timeout_s: float) -> npt.NDArray[np.float64]:
     try:
-        with _time_limit(timeout_s):
-            rewards = _to_list(call(), count)
-    except _ExpiredError as error:
+        rewards = _to_list(call(timeout_s), count)
+    except ExpiredError as error:
         raise _FailedError(f"it did not return within rl.reward_timeout_s, {timeout_s:g} s") from error
     except _FailedError:
         raise
@@ -189,28 +223,6 @@ def _call(call: Callable[[], Any], count: int, timeout_s: float) -> npt.NDArray[
         message = f"expected finite numbers or None, got {text} for completion {first}"
         raise _FailedError(message, values, invalid)
     return values
-
-
-def _start(function: Any, reward_kwargs: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
-    """Start a reward function if it is asynchronous. Return a function that returns the rewards, or runs the others."""
-    call = functools.partial(function, **_accepted_kwargs(function, reward_kwargs))
-    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
-        return asyncio.run_coroutine_threadsafe(call(), _event_loop()).result
-    return call
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread. There is one for all calls, because HTTP clients depend on theirs."""
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        while True:
-            with suppress(SystemExit):  # raised by a reward function
-                loop.run_forever()
-
-    threading.Thread(target=run, daemon=True).start()
-    return loop
 
 
 def _to_list(rewards: Any, count: int) -> list[Any]:
@@ -237,38 +249,6 @@ def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Seque
         return dict(reward_kwargs)
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in reward_kwargs.items() if takes_all or name in parameters}
-
-
-class _ExpiredError(BaseException):
-    """Raised when the time limit expires. Not an `Exception`, because functions with retries may catch those."""
-
-
-@contextmanager
-def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Context manager that raises `_ExpiredError` after `timeout_s`, then every second if caught. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    running, expired = True, False
-
-    def expire(number: int, frame: object) -> None:
-        nonlocal expired
-        expired = True
-        if running:
-            raise _ExpiredError
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
-    try:
-        try:
-            yield
-        finally:
-            running = False
-    finally:  # also if the signal arrives just before `running` becomes False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    if expired:
-        raise _ExpiredError
 
 
 def _name(spec: str) -> str:

@@ -20,8 +20,8 @@ from odc_mpi.models.heads import ENDS_WITH_TURN
 from odc_mpi.rollout.rewards import (
     GroupRewards,
     RewardFunction,
+    RewardScorer,
     check_arguments,
-    compute_rewards,
     load_reward_functions,
 )
 
@@ -41,13 +41,11 @@ def as_rewards(*functions, weights=None):
 
 def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
     rewards = as_rewards(*functions, weights=weights)
-    return compute_rewards(rewards, arguments(**columns), 7, 3, timeout_s=timeout_s, skip=skip)
+    return RewardScorer(rewards, 3, timeout_s, skip)(arguments(**columns), 7)
 
 
 def built_in(name, **columns):
-    return compute_rewards(
-        load_reward_functions([name], None), arguments(**columns), 0, 0, timeout_s=5.0, skip=False
-    ).rewards.tolist()
+    return RewardScorer(load_reward_functions([name], None), 0, 5.0, False)(arguments(**columns), 0).rewards.tolist()
 
 
 def test_what_comes_along():
@@ -62,7 +60,7 @@ def test_what_comes_along():
 
 def test_a_chat_has_messages():
     chat = arguments(answer="13") | {"completions": [[{"role": "assistant", "content": text}] for text in TEXTS]}
-    found = compute_rewards(load_reward_functions(["exact_match"], None), chat, 0, 0, timeout_s=5.0, skip=False)
+    found = RewardScorer(load_reward_functions(["exact_match"], None), 0, 5.0, False)(chat, 0)
     assert found.rewards.tolist() == [0, 1, 0, 0]
 
 
@@ -73,7 +71,7 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     rewards = load_reward_functions([f"{tmp_path / 'own.py'}:one", "own:two"], [1, 0.5])
     assert [reward.name for reward in rewards] == ["one", "two"]
-    found = compute_rewards(rewards, arguments(n=5), 0, 0, timeout_s=5.0, skip=False)
+    found = RewardScorer(rewards, 0, 5.0, False)(arguments(n=5), 0)
     assert found.per_function.tolist() == [[5] * 4, [2] * 4] and found.rewards.tolist() == [6] * 4
 
 
@@ -259,7 +257,7 @@ def write_model(path, auto_class=transformers.AutoModelForSequenceClassification
 def score_all(path, arguments):
     [function] = functions = load_reward_functions([str(path)], None)
     assert function.name == path.name
-    return compute_rewards(functions, {**arguments, "wanted": [1, 2]}, 0, 0, timeout_s=60.0, skip=False).rewards
+    return RewardScorer(functions, 0, 60.0, False)({**arguments, "wanted": [1, 2]}, 0).rewards
 
 
 def score(model, tokenizer, *texts):

@@ -1,11 +1,9 @@
 """Building the parts of a GRPO run: minibatch source, objective and evaluation."""
 
-from functools import partial
-
 from odc_mpi.data.prompt_dataset import PromptDataset, warn_ignored
 from odc_mpi.errors import warn
 from odc_mpi.observe.callback import Callback
-from odc_mpi.rollout.rewards import check_arguments, compute_rewards, load_reward_functions
+from odc_mpi.rollout.rewards import RewardScorer, check_arguments, load_reward_functions
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
@@ -22,9 +20,7 @@ def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
     assert rl.reward_funcs, "required by the recipe"
     arguments = rl.reward_funcs, rl.reward_weights, model.device, inputs.prompt_time
     functions = world.run_on_all(lambda: load_reward_functions(*arguments))
-    rewards_of = partial(
-        compute_rewards, functions, rank=world.rank, timeout_s=rl.reward_timeout_s, skip=rl.skip_failed_rewards
-    )
+    rewards_of = RewardScorer(functions, world.rank, rl.reward_timeout_s, rl.skip_failed_rewards)
     world.run_on_all(lambda: check_arguments(functions, inputs.datasets))
     names = [function.name for function in functions]
     for setting, prompts in inputs.datasets.items() if world.rank == 0 else ():

@@ -20,6 +20,7 @@ _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
 _FRACTION = Check("above 0 and below 1", lambda value: 0 < value < 1)
 #: Weights of tokens that an older policy generated; see `rollouts.weights`.
 SamplingMode = Literal["clip", "token_truncate", "token_mask", "sequence_mask", "geometric_mask", "none"]
+_WORKERS = Check("from 0 to 256", lambda value: 0 <= value <= 256)
 _STORE_BYTES = Size(16 << 20)
 
 
@@ -63,6 +64,9 @@ class RLConfig:
     max_concurrent_sequences: Annotated[int, "most completions that a rank decodes at once", ONE_OR_MORE] = 256
     store_bytes: Annotated[Size, "bytes per rank for finished rollouts that any rank may train"] = _STORE_BYTES
     reward_timeout_s: Annotated[float, "time limit of a reward function per prompt group, in seconds", POSITIVE] = 60.0
+    reward_workers: Annotated[
+        int, "threads of a rank for reward functions; 0: the main thread, which stops decoding", _WORKERS
+    ] = 4
     skip_failed_rewards: Annotated[bool, "drop completions whose reward fails, instead of ending the run"] = False
     log_completions: Annotated[int, "steps between printed and recorded completions; 0: none", NOT_NEGATIVE] = 0
 
