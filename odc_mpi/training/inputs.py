@@ -188,7 +188,7 @@ def _vocabulary_remedy(remedy: str, path: str | None, size: int) -> str:
 def check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
     """Raise `UserError` if the tokens in a data set are not those of the model."""
     path = model.path
-    tokenizer = _find_tokenizer(Path(path)) if path is not None and dataset.vocabulary else None
+    tokenizer = find_tokenizer(Path(path), "model.path") if path is not None and dataset.vocabulary else None
     action, remedy = "prepared", "prepare it with the model's own tokenizer"
     if isinstance(dataset, PromptDataset):
         action, remedy = "tokenized", "set rl.tokenizer to the model's own tokenizer"
@@ -216,12 +216,13 @@ def check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, me
         )
 
 
-def _find_tokenizer(path: Path) -> Any:
+def find_tokenizer(path: Path, setting: str) -> Any:
+    """Return the tokenizer of a model in a directory or a run, or None if there is none. Errors name `setting`."""
     if checkpoint := find_checkpoint(path):
         with checkpoint:
             files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)
-        return load_files(files, path, "model.path") if _TOKENIZER in files else None
-    return load_tokenizer(path, "model.path") if (path / _TOKENIZER).is_file() else None
+        return load_files(files, path, setting) if _TOKENIZER in files else None
+    return load_tokenizer(path, setting) if (path / _TOKENIZER).is_file() else None
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:

@@ -1,7 +1,7 @@
-"""The reference policy (reference model) of an objective: the model before the training, available in each step."""
+"""The reference policy of an objective, available in each step: the model before the training, or a teacher."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,25 +23,24 @@ def reference_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
 
     The reference policy is the model with adapters disabled or, without adapters, a frozen copy of the initial model.
     """
-    has_adapters = context.config.lora.r is not None
-    policy = model if has_adapters else _frozen_copy(context)
-    if policy is not model:
-        model.close_first(policy)
-    token_logps = TokenLogps(policy.module)
+    config = context.config
+    if config.lora.r is None:
+        meta_model = context.world.run_on_all(lambda: build_model(config.model, config.run.seed))
+        return frozen_policy(context, model, meta_model)
+    token_logps = TokenLogps(model.module)
 
     def score(*args: Any) -> TokenScores:
-        off: AbstractContextManager[None] = adapters_disabled(policy.module) if has_adapters else nullcontext()
-        with off, torch.no_grad():
+        with adapters_disabled(model.module), torch.no_grad():
             return token_logps(*args)
 
     return score
 
 
-def _frozen_copy(context: RunContext) -> ShardedModel:
+def frozen_policy(context: RunContext, model: ShardedModel, meta_model: MetaModel) -> ReferenceFn:
+    """Shard `meta_model` beside `model`. Return a one-sided function like that of `reference_policy`. Collective."""
     config = context.config
-    meta_model: MetaModel = context.world.run_on_all(lambda: build_model(config.model, config.run.seed))
     meta_model.module.requires_grad_(False)
-    return shard_model(
+    policy = shard_model(
         meta_model.module,
         context.world,
         param_dtype=getattr(torch, config.model.param_dtype),
@@ -49,6 +48,8 @@ def _frozen_copy(context: RunContext) -> ShardedModel:
         comm=replace(context.decision, settings=replace(context.decision.settings, gradient_cache_bytes=0)),
         device=config.run.device,
     ).eval()
+    model.close_first(policy)
+    return torch.no_grad()(TokenLogps(policy.module).__call__)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from odc_mpi.training.islands.settings import ISLAND_CONFLICTS, IslandsConfig, c
 from odc_mpi.training.parsing.aliases import ALIASES
 from odc_mpi.training.parsing.conflicts import Allowed, Conflicts, check_conflicts, check_evaluation
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
-from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, recipe_of
+from odc_mpi.training.recipes import DEFAULT, RECIPES, ObjectiveName, Recipe, recipe_of, select_recipe
 from odc_mpi.training.recipes.dpo import DPOConfig
 from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.reward import RewardConfig
@@ -106,7 +106,7 @@ class ModelConfig:
 class DataConfig:
     """Settings for the data, and for how a minibatch is packed into microbatches and assigned to ranks."""
 
-    path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
+    path: Annotated[str, "data set of odc-mpi prepare; grpo, distill: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
         Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "assignment of sequences to ranks; docs/scheduling.md"
     ] = "lb_mini"
@@ -138,7 +138,7 @@ class OptimConfig:
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
     learning_rate: Annotated[
         Literal["auto"] | float,
-        "peak; auto: 2e-5, adapters, new model 1e-4; dpo, kto, grpo 1e-6; reward 1e-4",
+        "peak; auto: 2e-5, adapters, new model 1e-4; dpo, kto, grpo, distill 1e-6; reward 1e-4",
         _RATE,
     ] = "auto"
     weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
@@ -161,7 +161,7 @@ class OptimConfig:
 class RunConfig:
     """Settings for the objective, length, evaluation, device, files and checkpoints of a run."""
 
-    objective: Annotated[ObjectiveName, "fine-tuning, preferences, a reward model, or rewards"] = DEFAULT
+    objective: Annotated[ObjectiveName, "fine-tuning, preferences, a reward model, rewards, or a teacher"] = DEFAULT
     steps: Annotated[int, "optimizer steps, one per minibatch; 0: set by num_train_epochs", NOT_NEGATIVE] = 0
     num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps; null: 1", POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
@@ -344,10 +344,9 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     for key in ("data.path", "data.eval_path"):
         _require_dataset(source, key, values)
     check_evaluation(values, source)
-    for recipe in RECIPES.values():
-        if recipe.require_selected(values, source):
-            check_conflicts(_conflicts(recipe), defaults() | values, source)
-            recipe.check(values, source)
+    recipe = select_recipe(values, source)
+    check_conflicts(_conflicts(recipe), defaults() | values, source)
+    recipe.check(values, source)
     check_islands(values, source)
     if values.get("lora.r") is None:
         if values.get("model.load_in_4bit"):

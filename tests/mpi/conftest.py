@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from adversary import late
-from grpo_job import write_files
+from grpo_job import write_files, write_teacher
 from mpi4py import MPI
 from pair_files import write_labeled, write_pairs
 
@@ -153,5 +153,15 @@ def grpo_dir(world, shared_dir):
     path = shared_dir / "grpo"
     if world.rank == 0:
         write_files(path)
+    world.gather_objects(None)
+    return path
+
+
+@pytest.fixture(scope="session")
+def teacher_dir(world, shared_dir):
+    """A model to distill from."""
+    path = shared_dir / "teacher"
+    if world.rank == 0:
+        write_teacher(path)
     world.gather_objects(None)
     return path

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import torch
+import transformers
 from number_words import number_words
-from small_training import configure
+from small_training import QWEN2, configure
 
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -63,6 +65,18 @@ def make_settings(path, **changes):
         "run.steps": STEPS,
     }
     return configure(path / "prompts.jsonl", **usual | {k.replace("__", "."): value for k, value in changes.items()})
+
+
+def write_teacher(path, **changes):
+    """Write a model of the vocabulary of the prompts, but larger than the one that trains."""
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(**QWEN2 | {"num_hidden_layers": 4, "initializer_range": 0.1} | changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+
+
+def distillation(teacher_path):
+    """Return the settings that replace those of GRPO."""
+    return {"run__objective": "distill", "rl__teacher_path": teacher_path}
 
 
 def only_reward(path, name):

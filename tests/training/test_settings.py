@@ -30,6 +30,7 @@ from odc_mpi.training.start.resolved_settings import with_device
 MINIMAL = "model: {path: weights}\ndata: {path: data.h5}\n"
 JOBS = Path(__file__).parents[2] / "jobs"
 GRPO = "--run.objective=grpo --rl.reward_funcs=f"
+DISTILL = "--run.objective=distill --rl.teacher_path=t"
 OLD = f"{GRPO} --rl.max_staleness=2"
 DPO = "--run.objective dpo --dpo.loss_type"
 OUTER, CHANGE, EXACT = "--islands.by=2 --islands.mode=outer", "--islands.sync_when=change", "--run.exact=true"
@@ -205,7 +206,9 @@ BAD_VALUES = {
     "islands.outer_momentum": ("1", "a finite number"),
     "lora.r": ("0", "an integer or null, 1 or more"),
     "rl.reward_weights": ('"abc"', "a list of numbers"),
-    "rl.num_generations": ("1", "an integer, 2 or more"),
+    "rl.num_generations": ("0", "an integer, 1 or more"),
+    "rl.teacher_path": ('""', "text or null, not empty"),
+    "rl.reward_workers": ("-1; 257", "an integer, from 0 to 256"),
     "rl.importance_sampling_clip_max": ("0.9", "a finite number, 1 or more"),
     "rl.epsilon": ("0; 1", "a finite number, above 0 and below 1"),
     "rl.temperature": ("0", "a finite number, above 0"),
@@ -311,7 +314,16 @@ def test_user_errors_in_a_file(write, text, expected):
         (f"{OUTER} {CHANGE} --islands.fragments=3", "islands.fragments: expected 1 with islands.sync_when change"),
         (f"{OUTER} {CHANGE} --islands.delay=3", "islands.delay: expected 0 with islands.sync_when change"),
         (f"{OUTER} {CHANGE} --optim.max_grad_norm=0", "optim.max_grad_norm: expected a value above 0 with"),
-        ("--rl.reward_funcs=f", "rl.reward_funcs requires run.objective grpo"),
+        ("--rl.reward_funcs=f", "rl.reward_funcs requires run.objective grpo or distill: set that, or remove rl.rew"),
+        ("--run.objective=dpo --rl.temperature=2", "rl.temperature requires run.objective grpo or distill"),
+        ("--run.objective=distill --dpo.beta=2", "dpo.beta requires run.objective dpo"),
+        ("--run.objective=distill", "run.objective distill requires rl.teacher_path: set it to the model to learn"),
+        (f"{DISTILL} --rl.beta=0.1", "rl.beta: expected 0 with run.objective distill, got 0.1: the teacher takes"),
+        (f"{DISTILL} --rl.scale_rewards=none", "rl.scale_rewards: expected group with run.objective distill, got none"),
+        (f"{DISTILL} --rl.reward_weights=[1]", "rl.reward_weights: expected 0, a weight for each of rl.reward_funcs"),
+        (f"{DISTILL} --rl.reward_funcs=f --rl.num_generations=3", "data.minibatch_sequences: expected a multiple of"),
+        (f"{GRPO} --rl.teacher_path=t", "rl.teacher_path: expected null with run.objective grpo, got t: only"),
+        (f"{GRPO} --rl.num_generations=1", "rl.num_generations: expected 2 or more with run.objective grpo, which"),
         ("--run.objective=grpo", "run.objective grpo requires rl.reward_funcs"),
         (f"{GRPO} --model.path=null --model.config.model_type=qwen2", "run.objective grpo requires a tokenizer"),
         (f"{GRPO} --rl.reward_weights=[1,2]", "rl.reward_weights: expected 1, a weight for each of rl."),

@@ -56,7 +56,7 @@ VALUES: Mapping[str, Mapping[Hashable, Any]] = {
 _TEXT = r"""
 optim is a section here: set optim.optimizer to adamw or sgd
     optim|optim_args|optim_target_modules
-rl is a section here: set run.objective to sft, dpo, kto, reward or grpo, and the section dpo, kto, reward or rl
+rl is a section here: set run.objective to sft, dpo, kto, reward, grpo or distill; sections are dpo, kto, reward and rl
     rl|trl
 set data.minibatch_sequences, the sequences per step on all ranks together
     (per_device_|auto_find_|micro_|local_|global_)?(train_)?batch_size|num_tokens_per_train_step
@@ -101,7 +101,7 @@ not supported by the losses here: see rl.loss_type
     (?!liger|flash)(\w+_)?entropy(_\w+)?
 set rl.log_completions, the steps between printed completions
     log_multimodal|num_completions_to_print|log_unique_prompts|log_completions_hub_repo
-not needed: dropout is off with run.objective dpo, kto, reward and grpo
+not needed: dropout is off with run.objective dpo, kto, reward, grpo and distill
     disable_dropout
 not needed: every step is logged, in the table and in metrics.jsonl
     logging_\w+|log_(level|on|freq)\w*|include_\w+|disable_tqdm|debug|skip_memory_metrics|prediction_loss_only

@@ -2,10 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from odc_mpi.errors import UserError
 from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Recipe(ABC):
 
     Attributes:
         name: Value of `run.objective` that selects the recipe.
-        section: Section with the settings of the recipe, or "" if it has none.
+        section: Section with the settings of the recipe, which other recipes may share, or "" if it has none.
         settings: Dataclass of that section, or None.
         data: Kind of data: what is prepared (see `Kind` in `data.dataset.format`), or a file with prompts.
         unit: Plural noun for the samples in the data.
@@ -78,21 +77,6 @@ class Recipe(ABC):
 
         return CAUSAL_LM
 
-    def require_selected(self, values: Mapping[str, Any], source: str) -> bool:
-        """Return True if the user's settings, `values`, select this recipe.
-
-        Raises a `UserError` that names `source` if they do not, but change a setting in the recipe's section.
-        """
-        is_selected = values.get("run.objective", DEFAULT) == self.name
-        if self.settings and not is_selected:
-            defaults = {f"{self.section}.{item.name}": item.default for item in fields(self.settings)}
-            changed = [key for key in values if key in defaults and values[key] != defaults[key]]
-            if changed:
-                raise UserError(
-                    f"{source}: {changed[0]} requires run.objective {self.name}: set that, or remove {changed[0]}"
-                )
-        return is_selected
-
     def check(self, values: Mapping[str, Any], source: str) -> None:  # noqa: B027
         """Raise a `UserError` that names `source` if the user's settings for this recipe contradict each other."""
 
@@ -119,6 +103,10 @@ class Recipe(ABC):
     def compares_with_base(self, config: "Config") -> bool:
         """Return True if training reads the model in `model.path` in each start of the run."""
         return False
+
+    def teacher(self, config: "Config") -> "MetaModel | None":
+        """Build another model, which is sharded beside the trained one, without its weights, or return None."""
+        return None
 
     def adapt_model(self, meta_model: "MetaModel", dataset: "Dataset") -> None:  # noqa: B027
         """Adapt a model without weights to a prepared data set."""

@@ -74,8 +74,12 @@ def estimate_memory(
     counts = (island_size, 1) if train_apart else (num_ranks, num_islands)
     sizes = _Sizes.from_config(config, model, *counts, frozen_on_node=frozen_on_node)
     num_models = 2 if recipe_of(config).compares_with_base(config) else 1
+    dtype, teacher = getattr(torch, config.model.param_dtype), recipe_of(config).teacher(config)
+    teacher_bytes = dtype.itemsize * sum(x.numel() for x in teacher.module.parameters()) if teacher else 0
+    teacher_shard = -(-teacher_bytes // num_ranks)
     zero_copy = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if zero_copy or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
+    other_bytes = teacher_bytes - teacher_shard if zero_copy else 0
     mapped_bytes = sum(sizes.units) - sizes.shard if zero_copy else sizes.frozen - sizes.frozen // ranks_per_node
     fetch_copies = gpu or not (zero_copy or shared_bytes)  # units are fetched into buffers of this rank
     in_shard = island_size == 1 and (shards_on_gpu or not gpu)  # gradients are accumulated there
@@ -88,13 +92,12 @@ def estimate_memory(
     all_accumulated = 0 < needs.gradients <= caches.gradients
     num_buffers = 0 if all_accumulated or in_shard else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
-    dtype = getattr(torch, config.model.param_dtype)
     activations, logits = _activation_bytes(config, model, dtype, lengths)
     parts = [
         MemoryPart("parameters", sizes.shard, shards_on_gpu),
         MemoryPart("frozen, over the node", sizes.frozen // ranks_per_node),
-        MemoryPart("reference model", sizes.shard * (num_models - 1), shards_on_gpu),
-        MemoryPart("of other ranks, mapped", 0 if gpu else num_models * mapped_bytes),
+        MemoryPart("reference model", sizes.shard * (num_models - 1) + teacher_shard, shards_on_gpu),
+        MemoryPart("of other ranks, mapped", 0 if gpu else num_models * mapped_bytes + other_bytes),
         MemoryPart("node cache", shared_bytes),
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),

@@ -8,8 +8,9 @@ import peft
 import pytest
 import torch
 import torch_reference
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, only_reward, read_prompt_tokens
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, distillation, make_settings, only_reward, read_prompt_tokens
 from small_training import training
+from transformers import AutoModelForCausalLM
 
 from odc_mpi.rollout.decode import PromptBatch
 from odc_mpi.rollout.sampling import PromptCompletions
@@ -117,6 +118,11 @@ def compute_terms(policy, reference, rl, row, index, only_even):
         if rl.mask_truncated_completions and not ended:
             continue
         logps = compute_logps(policy, row.tokens, completion)
+        if rl.teacher_path:
+            with torch.no_grad():
+                kl = logps - compute_logps(reference, row.tokens, completion)
+            yield torch.exp(logps - logps.detach()) * kl, kl
+            continue
         losses, kl = -torch.exp(logps - logps.detach()) * advantage, torch.zeros(1)
         if rl.beta:
             with torch.no_grad():
@@ -188,6 +194,23 @@ def test_losses_and_gradients_are_those_of_the_formulas(world, grpo_dir, setting
             indices = order[number * PROMPTS_PER_STEP : (number + 1) * PROMPTS_PER_STEP]
             wanted = formula(plain_model(config, before), reference, config.rl, prompts, indices, only_even)
             check(metrics, gradient, wanted, config.rl.beta and number)
+    world.gather_objects(None)
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_distillation_is_that_of_the_formula(world, grpo_dir, teacher_dir):
+    """Without reward functions, and with a single completion per prompt."""
+    changes = dict.fromkeys(("rl__reward_funcs", "rl__reward_weights"))
+    config = make_settings(grpo_dir, **SETTINGS | distillation(teacher_dir), **changes)
+    steps = train(world, config)
+    if world.rank == 0:
+        prompts, teacher = read_prompt_tokens(grpo_dir), AutoModelForCausalLM.from_pretrained(teacher_dir).double()
+        order = np.random.default_rng([config.run.seed, 0]).permutation(len(prompts)).tolist()
+        for number, (metrics, gradient, before) in enumerate(steps):
+            indices = order[number * PROMPTS_PER_STEP : (number + 1) * PROMPTS_PER_STEP]
+            wanted = formula(plain_model(config, before), teacher, config.rl, prompts, indices, False)
+            assert metrics["reward"] is None and metrics["frac_reward_zero_std"] == 0
+            check(metrics, gradient, wanted, False)
     world.gather_objects(None)
 
 

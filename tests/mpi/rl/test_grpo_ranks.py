@@ -12,7 +12,16 @@ import torch
 import torch_reference
 import transformers
 from exact_runs import ExactRuns
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, only_reward, read_prompt_tokens
+from grpo_job import (
+    END,
+    MAX_LENGTH,
+    NUM_GENERATIONS,
+    distillation,
+    make_settings,
+    only_reward,
+    read_prompt_tokens,
+    write_teacher,
+)
 from number_words import number_words
 from packed_models import greedy_completion
 from small_training import QWEN2, train_to_the_end
@@ -257,8 +266,32 @@ def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, cha
 
 
 @pytest.mark.sizes(2)
-def test_an_exact_run_that_goes_on_alone_has_the_same_bits(world, grpo_dir, base):
+@pytest.mark.parametrize(
+    ("changes", "added", "words"),
+    [
+        ({"vocab_size": 63}, [], "rl.teacher_path: expected 64 tokens, as many as the model has, got .* with 63: "),
+        ({}, ["a"], "rl.teacher_path: expected the tokenizer of the prompts, got another vocabulary in "),
+        ({"max_position_embeddings": 16}, [], "rl.teacher_path: expected a model for prompts and completions of 18 "),
+    ],
+)
+def test_teachers_that_cannot_score_the_completions_are_refused(world, grpo_dir, base, changes, added, words):
+    if world.rank == 0:
+        # Not qwen2: beside such a model, transformers splits numbers into digits.
+        write_teacher(base, model_type="llama", **changes)
+        tokenizer = number_words(END)
+        tokenizer.add_tokens(added)
+        tokenizer.save_pretrained(base)
+    world.gather_objects(None)
+    with pytest.raises(AllRanksUserError, match=words):
+        train(make_settings(grpo_dir, **distillation(base), run__dir=grpo_dir / "refused"), world)
+    assert not (grpo_dir / "refused").exists()
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("objective", ["grpo", "distill"])
+def test_an_exact_run_that_goes_on_alone_has_the_same_bits(world, grpo_dir, teacher_dir, base, objective):
     usual = {"run__exact": "true", "run__trace_steps": 0, "run__steps": 3}
+    usual |= distillation(teacher_dir) if objective == "distill" else {}
     exact = ExactRuns(world, base, lambda folder, changes: make_settings(grpo_dir, **usual | changes, run__dir=folder))
     wanted, wanted_lines = exact.alone()
     _, begin = exact.train("first", world, run__checkpoint_every=1, run__steps=1)

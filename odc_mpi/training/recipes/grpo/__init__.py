@@ -1,74 +1,30 @@
 """GRPO: training from rewards for completions of prompts."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.recipes.recipe import Parts, Recipe
-from odc_mpi.training.recipes.rollouts.settings import RLConfig
+from odc_mpi.training.recipes.recipe import Parts
+from odc_mpi.training.recipes.rollouts.recipe import ROLLOUT_SETTINGS, RolloutRecipe
 
 if TYPE_CHECKING:
     import torch
 
-    from odc_mpi.models.build import MetaModel
     from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
-    from odc_mpi.training.inputs import Inputs
     from odc_mpi.training.settings import Config
 
-_UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
 
-
-class GRPO(Recipe):
+class GRPO(RolloutRecipe):
     """Training from rewards for completions of prompts."""
 
     name = "grpo"
-    section = "rl"
-    settings = RLConfig
-    data = "prompts"
-    unit = "prompts"
-    trains_routers = False
-    claims_work = True
     allowed: ClassVar = {
-        "rl.num_iterations": (
-            (1,),
-            "training is strictly on-policy; rollouts would be from an older policy",
-        ),
-        "lora.dropout": ((0,), "with dropout the trained policy is not the one that generated"),
-        "run.keep_best": ((False,), "there is no evaluation loss"),
-        "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),
-        "data.cost": (("flops",), _UNKNOWN_LENGTHS),
-        "data.context_parallel": (("off",), _UNKNOWN_LENGTHS),
-        "islands.by": (("off",), "ranks train on completions of all others, also of those in other islands"),
+        **ROLLOUT_SETTINGS,
+        "rl.teacher_path": ((None,), "only run.objective distill learns from a teacher"),
     }
-    allowed_if_exact: ClassVar = {
-        "run.device": (
-            ("auto", "cpu"),
-            "tokens are sampled with cumulative sums, which are not deterministic on a GPU",
-        ),
-        "rl.skip_failed_rewards": ((False,), "the dropped completions may depend on how long their rewards take"),
-        "rl.max_staleness": ((0,), "which parameters generate a token would depend on the speed of each rank"),
-    }
-
-    @override
-    def samples_per_step(self, config: "Config") -> int:
-        return config.data.minibatch_sequences // config.rl.num_generations
-
-    @override
-    def describe_samples(self, config: "Config") -> str:
-        return f"{super().describe_samples(config)} with {config.rl.num_generations} completions each"
-
-    @override
-    def resolve_paths(self, config: "Config", resolve: Callable[..., Any]) -> "Config":
-        functions = config.rl.reward_funcs and [
-            resolve(spec, "rl.reward_funcs") if "/" in spec and ":" not in spec else spec
-            for spec in config.rl.reward_funcs
-        ]
-        tokenizer = resolve(config.rl.tokenizer, "rl.tokenizer", weights=False)
-        return replace(config, rl=replace(config.rl, tokenizer=tokenizer, reward_funcs=functions))
 
     @override
     def compares_with_base(self, config: "Config") -> bool:
@@ -76,34 +32,28 @@ class GRPO(Recipe):
 
     @override
     def check(self, values: Mapping[str, Any], source: str) -> None:
-        functions, weights = values.get("rl.reward_funcs"), values.get("rl.reward_weights")
-        if not functions:
+        if not values.get("rl.reward_funcs"):
             raise UserError(
                 f"{source}: run.objective grpo requires rl.reward_funcs: set it, for example to exact_match"
             )
-        if weights is not None and len(weights) != len(functions):
+        if values.get("rl.num_generations") == 1:
             raise UserError(
-                f"{source}: rl.reward_weights: expected {len(functions)}, a weight for each of rl.reward_funcs, got "
-                f"{len(weights)}"
+                f"{source}: rl.num_generations: expected 2 or more with run.objective grpo, which compares the "
+                "completions of a prompt with each other, got 1"
             )
-        if not (values.get("rl.tokenizer") or values.get("model.path")):
-            raise UserError(f"{source}: run.objective grpo requires a tokenizer: set rl.tokenizer, or model.path")
-        num_generations = values.get("rl.num_generations", RLConfig.num_generations)
-        sequences = values.get("data.minibatch_sequences", 16)
-        if sequences % num_generations:
-            raise UserError(
-                f"{source}: data.minibatch_sequences: expected a multiple of rl.num_generations, {num_generations}, "
-                f"got {sequences}: with run.objective grpo it is the number of completions per step"
-            )
-
-    @override
-    def open_prompts(self, config: "Config", meta_model: "MetaModel", prompt_time: str | None) -> "Inputs":
-        from odc_mpi.training.recipes.rollouts.inputs import open_prompts
-
-        return open_prompts(config, meta_model, prompt_time)
+        super().check(values, source)
 
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
-        from odc_mpi.training.recipes.grpo.build import build_grpo
+        from odc_mpi.training.recipes.grpo.objective import GRPOObjective
+        from odc_mpi.training.recipes.rollouts.build import build_rollouts, num_groups
+        from odc_mpi.training.reference_policy import reference_policy
 
-        return build_grpo(context, model)
+        rl = context.config.rl
+
+        def objective() -> GRPOObjective:
+            reference = reference_policy(context, model) if rl.beta else None
+            return GRPOObjective(model.module, rl, num_groups(context.config), reference)
+
+        # The KL divergence has a gradient, also where no completion is better than the others.
+        return build_rollouts(context, model, objective, trains_all=rl.beta > 0)

@@ -6,13 +6,10 @@ a reference policy. If beta is 0, a group whose rewards are all equal has no gra
 in the normalizer.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from odc_mpi.data.groups import GroupMicrobatch
 from odc_mpi.observe.callback import Step
-from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.recipes.rollouts.objective import RolloutObjective, TokenTerms
 from odc_mpi.training.recipes.rollouts.settings import RLConfig
@@ -21,11 +18,6 @@ from odc_mpi.training.reference_policy import ReferenceFn
 
 class GRPOObjective(RolloutObjective):
     """GRPO loss for minibatches of at most `num_groups` prompt groups, normalized by counts from `RolloutSource`."""
-
-    metrics: Sequence[Metric] = (
-        *RolloutObjective.metrics,
-        Metric("kl", "KL divergence from the reference, with `rl.beta` or KTO", RESULT),
-    )
 
     def __init__(
         self, module: torch.nn.Module, rl: RLConfig, num_groups: int, reference: ReferenceFn | None = None

@@ -31,7 +31,7 @@ from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.kto.kl import KLEstimator
 from odc_mpi.training.settings import Config
 
-_KL = Metric("kl", "KL divergence from the reference, with `rl.beta` or KTO", RESULT)
+_KL = Metric("kl", "KL divergence from the reference, with `rl.beta` or KTO, or from a teacher", RESULT)
 
 
 class KTOScorer:

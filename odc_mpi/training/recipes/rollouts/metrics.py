@@ -100,7 +100,7 @@ class RolloutMetrics:
             "loss_tokens": lengths[~excluded].sum(),
             "truncated": len(lengths) - sum(completions.stopped),
             "rewarded": len(rewards),
-            "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
+            "equal_groups": bool(self._reward_names) and bool(np.isclose(group_rewards.std, 0.0)),
             "failed_rewards": group_rewards.num_failed,
             "groups_generated": 1,
             "staleness": staleness.sum(),

@@ -21,7 +21,7 @@ from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
-from odc_mpi.observe.metrics import DETAILS, Metric
+from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.recipes.rollouts.settings import RLConfig
@@ -51,7 +51,8 @@ class RolloutObjective(Objective):
 
     extremes: ClassVar = {"logp_difference_max": max, "ratio_min": min, "ratio_max": max}
     metrics: Sequence[Metric] = (
-        Metric("loss", "with GRPO the objective", DETAILS, "first last", "{:.4f}", ("loss", 8)),
+        Metric("loss", "with GRPO and distillation the objective", DETAILS, "first last", "{:.4f}", ("loss", 8)),
+        Metric("kl", "KL divergence from the reference, with `rl.beta` or KTO, or from a teacher", RESULT),
         Metric("sampling/sampling_logp_difference/mean", "difference of log-probabilities in training and sampling"),
         Metric("sampling/sampling_logp_difference/max", "largest difference of log-probabilities"),
         Metric("sampling/importance_sampling_ratio/mean", "mean ratio of probabilities in training and sampling"),

@@ -13,10 +13,10 @@ from odc_mpi.setting_types import (
 )
 from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
 
+_NOT_EMPTY = Check("not empty", lambda value: value != "")
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
 _STEPS = Check("from 0 to 32", lambda value: 0 <= value <= 32)
-_TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
 _FRACTION = Check("above 0 and below 1", lambda value: 0 < value < 1)
 #: Weights of tokens that an older policy generated; see `rollouts.weights`.
 SamplingMode = Literal["clip", "token_truncate", "token_mask", "sequence_mask", "geometric_mask", "none"]
@@ -33,7 +33,8 @@ class RLConfig:
     ] = None
     reward_weights: Annotated[list[float] | None, "weight of each reward function; null: 1.0 each"] = None
     tokenizer: Annotated[str | None, "tokenizer: directory, hub name, run or data set; null: model.path"] = None
-    num_generations: Annotated[int, "completions per prompt", _TWO_OR_MORE] = 8
+    teacher_path: Annotated[str | None, "distill: model to learn from: directory, hub name or run", _NOT_EMPTY] = None
+    num_generations: Annotated[int, "completions per prompt; grpo needs several", ONE_OR_MORE] = 8
     max_completion_length: Annotated[int, "most tokens of a completion", ONE_OR_MORE] = 512
     temperature: Annotated[float, "temperature of the softmax, in sampling and in training", POSITIVE] = 1.0
     top_p: Annotated[float, "nucleus sampling threshold; 1: off", _PROBABILITY] = 1.0

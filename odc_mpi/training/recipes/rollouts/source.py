@@ -78,6 +78,8 @@ class RolloutSource(MinibatchSource):
         model: ShardedModel,
         reward_names: Sequence[str],
         rewards_of: RewardsFn,
+        *,
+        trains_all: bool,
     ) -> None:
         config, world, inputs = context.config, context.world, context.inputs
         assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset)
@@ -85,7 +87,7 @@ class RolloutSource(MinibatchSource):
         self._rl, self._world, self._model = config.rl, world, model
         self._exact, self._packs = config.run.exact, inputs.model.packing.packs
         self._max_tokens, self._num_steps = config.data.max_tokens_per_microbatch, config.run.steps
-        self._rewards_of = rewards_of
+        self._rewards_of, self._trains_all = rewards_of, trains_all
         self._codec = PromptCodec(inputs.dataset, config.model.path)
         rl = config.rl
         num_prompts, num_windows = config.data.minibatch_sequences // rl.num_generations, rl.max_staleness + 1
@@ -299,7 +301,7 @@ class RolloutSource(MinibatchSource):
         if position == 0:
             self._log.add(step.number, record, completions, group_rewards, advantages, self._codec.decode)
         answers = []
-        for i in np.flatnonzero(~excluded & ((advantages != 0) | (self._rl.beta > 0))):
+        for i in np.flatnonzero(~excluded & ((advantages != 0) | self._trains_all)):
             tokens = np.array(completions.tokens[i], np.uint32)
             columns = {"logps": completions.logps[i], "advantage": advantages[i]}
             answers.append(Answer(tokens, np.ones(len(tokens), np.bool_), columns))

@@ -1,4 +1,6 @@
-"""Building the parts of a GRPO run: minibatch source, objective and evaluation."""
+"""Building the parts of a run that trains on completions: minibatch source, objective and evaluation."""
+
+from collections.abc import Callable
 
 from odc_mpi.data.prompt_dataset import PromptDataset, warn_ignored
 from odc_mpi.errors import warn
@@ -6,19 +8,24 @@ from odc_mpi.observe.callback import Callback
 from odc_mpi.rollout.rewards import RewardScorer, check_arguments, load_reward_functions
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.recipes.grpo.objective import GRPOObjective
 from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
+from odc_mpi.training.recipes.rollouts.objective import RolloutObjective
 from odc_mpi.training.recipes.rollouts.source import RolloutSource
-from odc_mpi.training.reference_policy import reference_policy
+from odc_mpi.training.settings import Config
 
 
-def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
-    """Build the minibatch source, the objective and the other callbacks for a GRPO run. Collective."""
+def build_rollouts(
+    context: RunContext, model: ShardedModel, make_objective: Callable[[], RolloutObjective], *, trains_all: bool
+) -> Parts:
+    """Build the minibatch source, the objective and the other callbacks of a run. Collective.
+
+    `make_objective` is called once the reward functions are loaded, and may be collective. `trains_all` is True if
+    completions without an advantage are trained, too.
+    """
     config, world, inputs = context.config, context.world, context.inputs
     rl = config.rl
-    assert rl.reward_funcs, "required by the recipe"
-    arguments = rl.reward_funcs, rl.reward_weights, model.device, inputs.prompt_time
+    arguments = rl.reward_funcs or (), rl.reward_weights, model.device, inputs.prompt_time
     functions = world.run_on_all(lambda: load_reward_functions(*arguments))
     rewards_of = RewardScorer(functions, world.rank, rl.reward_timeout_s, rl.skip_failed_rewards)
     world.run_on_all(lambda: check_arguments(functions, inputs.datasets))
@@ -32,10 +39,14 @@ def build_grpo(context: RunContext, model: ShardedModel) -> Parts:
             "distribution, so training is not strictly on-policy"
         )
     model.eval()  # with dropout, the trained policy would differ from the one that generates
-    reference = reference_policy(context, model) if rl.beta else None
-    source = RolloutSource(context, model, names, rewards_of)
+    objective = make_objective()
+    source = RolloutSource(context, model, names, rewards_of, trains_all=trains_all)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(context, model, inputs.evaluation, rewards_of))
-    num_groups = config.data.minibatch_sequences // rl.num_generations
-    return Parts(GRPOObjective(model.module, rl, num_groups, reference), callbacks, source)
+    return Parts(objective, callbacks, source)
+
+
+def num_groups(config: Config) -> int:
+    """Return the largest number of prompt groups in a minibatch."""
+    return config.data.minibatch_sequences // config.rl.num_generations

@@ -1,0 +1,67 @@
+"""On-policy distillation: completions of the model are scored token by token by a larger model, the teacher."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.recipes.recipe import Parts
+from odc_mpi.training.recipes.rollouts.recipe import ROLLOUT_SETTINGS, RolloutRecipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from odc_mpi.models.build import MetaModel
+    from odc_mpi.shard.model import ShardedModel
+    from odc_mpi.training.context import RunContext
+    from odc_mpi.training.settings import Config, ModelConfig
+
+_NOT_TRAINED = "the teacher is what is learned from; rewards are only reported"
+
+
+class Distill(RolloutRecipe):
+    """Training on the model's own completions, with the log-probabilities of a teacher as the rewards of tokens."""
+
+    name = "distill"
+    allowed: ClassVar = {
+        **ROLLOUT_SETTINGS,
+        "rl.beta": ((0,), "the teacher takes the place of the reference model"),
+        "rl.scale_rewards": (("group",), _NOT_TRAINED),
+    }
+
+    @override
+    def check(self, values: Mapping[str, Any], source: str) -> None:
+        if not values.get("rl.teacher_path"):
+            raise UserError(
+                f"{source}: run.objective distill requires rl.teacher_path: set it to the model to learn from"
+            )
+        super().check(values, source)
+
+    @override
+    def teacher(self, config: "Config") -> "MetaModel":
+        from odc_mpi.training.inputs import build_model
+
+        return build_model(_teacher_config(config), config.run.seed)
+
+    @override
+    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+        from odc_mpi.training.recipes.distill.objective import DistillObjective
+        from odc_mpi.training.recipes.distill.teacher import check_teacher
+        from odc_mpi.training.recipes.rollouts.build import build_rollouts, num_groups
+        from odc_mpi.training.reference_policy import frozen_policy
+
+        config = context.config
+
+        def objective() -> DistillObjective:
+            teacher = context.world.run_on_all(lambda: self.teacher(config))
+            context.world.run_on_all(lambda: check_teacher(config, teacher, context.inputs))
+            policy = frozen_policy(context, model, teacher)
+            return DistillObjective(model.module, config.rl, num_groups(config), policy)
+
+        return build_rollouts(context, model, objective, trains_all=True)
+
+
+def _teacher_config(config: "Config") -> "ModelConfig":
+    return replace(config.model, path=config.rl.teacher_path, config=None, load_in_4bit=False)

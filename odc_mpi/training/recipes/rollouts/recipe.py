@@ -1,0 +1,95 @@
+"""`RolloutRecipe`: what the recipes for completions of prompts have in common. They share the section `rl`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.parsing.conflicts import Allowed
+from odc_mpi.training.recipes.recipe import Recipe
+from odc_mpi.training.recipes.rollouts.settings import RLConfig
+
+if TYPE_CHECKING:
+    from odc_mpi.models.build import MetaModel
+    from odc_mpi.training.inputs import Inputs
+    from odc_mpi.training.settings import Config
+
+_UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
+#: Settings of which these recipes support only some values.
+ROLLOUT_SETTINGS: Allowed = {
+    "rl.num_iterations": (
+        (1,),
+        "training is strictly on-policy; rollouts would be from an older policy",
+    ),
+    "lora.dropout": ((0,), "with dropout the trained policy is not the one that generated"),
+    "run.keep_best": ((False,), "there is no evaluation loss"),
+    "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),
+    "data.cost": (("flops",), _UNKNOWN_LENGTHS),
+    "data.context_parallel": (("off",), _UNKNOWN_LENGTHS),
+    "islands.by": (("off",), "ranks train on completions of all others, also of those in other islands"),
+}
+
+
+class RolloutRecipe(Recipe):
+    """Training on completions of prompts that the model generates."""
+
+    section = "rl"
+    settings = RLConfig
+    data = "prompts"
+    unit = "prompts"
+    trains_routers = False
+    claims_work = True
+    allowed_if_exact: ClassVar = {
+        "run.device": (
+            ("auto", "cpu"),
+            "tokens are sampled with cumulative sums, which are not deterministic on a GPU",
+        ),
+        "rl.skip_failed_rewards": ((False,), "the dropped completions may depend on how long their rewards take"),
+        "rl.max_staleness": ((0,), "which parameters generate a token would depend on the speed of each rank"),
+    }
+
+    @override
+    def samples_per_step(self, config: "Config") -> int:
+        return config.data.minibatch_sequences // config.rl.num_generations
+
+    @override
+    def describe_samples(self, config: "Config") -> str:
+        return f"{super().describe_samples(config)} with {config.rl.num_generations} completions each"
+
+    @override
+    def resolve_paths(self, config: "Config", resolve: Callable[..., Any]) -> "Config":
+        functions = config.rl.reward_funcs and [
+            resolve(spec, "rl.reward_funcs") if "/" in spec and ":" not in spec else spec
+            for spec in config.rl.reward_funcs
+        ]
+        tokenizer = resolve(config.rl.tokenizer, "rl.tokenizer", weights=False)
+        teacher = resolve(config.rl.teacher_path, "rl.teacher_path")
+        return replace(config, rl=replace(config.rl, tokenizer=tokenizer, reward_funcs=functions, teacher_path=teacher))
+
+    @override
+    def check(self, values: Mapping[str, Any], source: str) -> None:
+        functions, weights = values.get("rl.reward_funcs") or (), values.get("rl.reward_weights")
+        if weights is not None and len(weights) != len(functions):
+            raise UserError(
+                f"{source}: rl.reward_weights: expected {len(functions)}, a weight for each of rl.reward_funcs, got "
+                f"{len(weights)}"
+            )
+        if not (values.get("rl.tokenizer") or values.get("model.path")):
+            raise UserError(
+                f"{source}: run.objective {self.name} requires a tokenizer: set rl.tokenizer, or model.path"
+            )
+        num_generations = values.get("rl.num_generations", RLConfig.num_generations)
+        sequences = values.get("data.minibatch_sequences", 16)
+        if sequences % num_generations:
+            raise UserError(
+                f"{source}: data.minibatch_sequences: expected a multiple of rl.num_generations, {num_generations}, "
+                f"got {sequences}: with run.objective {self.name} it is the number of completions per step"
+            )
+
+    @override
+    def open_prompts(self, config: "Config", meta_model: "MetaModel", prompt_time: str | None) -> "Inputs":
+        from odc_mpi.training.recipes.rollouts.inputs import open_prompts
+
+        return open_prompts(config, meta_model, prompt_time)
