@@ -8,7 +8,7 @@ the marked text has loss, and the comparison only serves to find the marks of a 
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Literal
@@ -286,9 +286,20 @@ def fix_time(tokenizer: Any, time: str) -> None:
         # Jinja removes the line break, which keeps the whitespace at the start of the template.
         return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
+    _change_templates(tokenizer, fix)
+
+
+def set_variables(tokenizer: Any, values: Mapping[str, Any]) -> None:
+    """Change a tokenizer's chat templates so that they render as with `values` as `chat_template_kwargs`."""
+    # Python's literals are also those of Jinja. Jinja removes the line breaks.
+    lines = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in values.items())
+    _change_templates(tokenizer, lambda template: f"{lines}{template}")
+
+
+def _change_templates(tokenizer: Any, change: Callable[[str], str]) -> None:
     named = tokenizer.chat_template
     tokenizer.chat_template = (
-        {key: fix(named[key]) for key in named} if isinstance(named, dict) else named and fix(named)
+        {key: change(named[key]) for key in named} if isinstance(named, dict) else named and change(named)
     )
 
 

@@ -109,7 +109,7 @@ set run.dir, whose name is the run's, and run.report_to
     run_name|project|(trackio|wandb|mlflow)_\w+|(use|enable)_(tensorboard|trackio|wandb|mlflow)
 set data.eval_path, and run.eval_every to the steps between evaluations
     eval(uation)?_strategy|do_eval|do_train|do_predict|eval_delay|evals_per_epoch|validator
-set run.keep_best, which keeps the checkpoint with the lowest eval loss
+set run.keep_best, which keeps the checkpoint with the lowest eval loss or the highest reward
     load_best_model_at_end|metric_for_best_model|greater_is_better|early_stopping\w*
 set run.checkpoint_every to the steps between checkpoints; the last step is always saved
     save_(strategy|only_model|safetensors|on_each_node)|saves_per_epoch|interval|enable_jit_checkpoint

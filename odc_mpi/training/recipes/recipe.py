@@ -51,6 +51,7 @@ class Recipe(ABC):
         allowed_if_exact: Further such settings if `run.exact` is set.
         trains_routers: True if the loss can include the auxiliary loss of routers.
         claims_work: True if ranks claim work from each other, whatever `data.balance` is.
+        best: Metric of evaluations that chooses the best checkpoint, and its better direction.
         counts_flops: True if the FLOPs of a step follow from the lengths of its sequences.
     """
 
@@ -63,6 +64,7 @@ class Recipe(ABC):
     allowed_if_exact: ClassVar[Allowed] = {}
     trains_routers: ClassVar[bool] = True
     claims_work: ClassVar[bool] = False
+    best: ClassVar[tuple[str, Literal["low", "high"]]] = "eval_loss", "low"
     counts_flops: ClassVar[bool] = False
 
     @property

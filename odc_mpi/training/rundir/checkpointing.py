@@ -38,6 +38,7 @@ from odc_mpi.training.context import RunContext
 from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.loop import Trainer
+from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
@@ -79,7 +80,9 @@ class CheckpointCallback(Callback):
             trainer.model, optimizer, world.rank, omit_frozen_base=has_base, tensors=trainer.tensors
         )
         self._is_due = False
-        # Step and loss of the best checkpoint so far.
+        #: Metric that chooses the best checkpoint, and its better direction.
+        self._best_by = recipe_of(config).best
+        # Step and metric of the best checkpoint so far.
         continued = resume_point.metadata if resume_point and resume_point.continues_this_run else {}
         self._best: dict[str, Any] | None = continued.get("best")
         token = world.gather_objects(f"{time.time_ns():x}")[0]
@@ -124,7 +127,7 @@ class CheckpointCallback(Callback):
         return state_digest(self._world, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `best`: the step and the evaluation loss of the best checkpoint so far, or None."""
+        """Return `best`: the step and the metric (`Recipe.best`) of the best checkpoint so far, or None."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
@@ -171,9 +174,12 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        loss = step.metrics.get("eval_loss")
-        if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
-            self._best = {"step": step.number, "eval_loss": loss}
+        name, better = self._best_by
+        value, best = step.metrics.get(name), (self._best or {}).get(name)
+        if value is None or not math.isfinite(value):
+            return
+        if best is None or (value < best if better == "low" else value > best):
+            self._best = {"step": step.number, name: value}
 
     def _save(self, step: int) -> None:
         began = time.perf_counter()

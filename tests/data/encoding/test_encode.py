@@ -11,7 +11,7 @@ from tiny_tokenizers import KINDS, TURN, tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from user_errors import refused
 
-from odc_mpi.data.chat.templates import ChatRenderer, fix_time
+from odc_mpi.data.chat.templates import ChatRenderer, fix_time, set_variables
 from odc_mpi.data.encoding.boundaries import tokenize_pairs
 from odc_mpi.data.encoding.encode import encode, encode_prompts
 from odc_mpi.data.examples import Conversation, PromptCompletion
@@ -149,6 +149,22 @@ def test_prompts_may_have_the_date_of_another_day():
             assert ChatRenderer(found).render_prompt(chat) == of_today.replace(f"{today} 7", "1 12 7") != of_today
     assert found.decode(encode_prompts(found, [chat])[0]) == "1 12 7"
     fix_time(without := number_words(end=60), "2024-12-01T23:59:59")
+    assert without.chat_template is None
+
+
+def test_variables_are_those_of_transformers():
+    body = "{% macro a() %}{{ mode }}{% endmacro %}{% if deep is defined and not deep %}1 {% endif %}"
+    body += "{{ a() }}{% for each in some %} {{ each }}{% endfor %}{{ 5 if none_at_all is none }}{{ other | length }}"
+    values = {"deep": False, "mode": "it's\n%}{{ 2 }}", "some": [1, "2"], "none_at_all": None, "other": {"a": 1}}
+    chat, messages = Conversation("", CHAT[1:2]), CHAT[1:2]
+    for named in (False, True):
+        found, wanted = number_words(end=60), number_words(end=60)
+        found.chat_template = {"default": body, "tool_use": "{{ none }}"} if named else body
+        wanted.chat_template = body
+        set_variables(found, values)
+        text = wanted.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **values)
+        assert ChatRenderer(found).render_prompt(chat) == text != wanted.apply_chat_template(messages, tokenize=False)
+    set_variables(without := number_words(end=60), values)
     assert without.chat_template is None
 
 

@@ -135,6 +135,10 @@ def compute_terms(policy, reference, rl, row, index, only_even):
 def formula(policy, reference, rl, prompts, indices, only_even):
     """Loss, size of what it is the sum of, mean of the KL divergence, and gradients by name."""
     terms = list(chain.from_iterable(compute_terms(policy, reference, rl, prompts[i], i, only_even) for i in indices))
+    if rl.scale_rewards == "batch":
+        rewards = chain.from_iterable(compute_rewards(i, prompts[i].columns["wanted"], only_even) for i in indices)
+        std = np.std([reward for reward in rewards if reward is not None], ddof=1) + 1e-4
+        terms = [(losses / std, kl) for losses, kl in terms]
     num_tokens, num_completions = sum(len(losses) for losses, _ in terms), len(indices) * NUM_GENERATIONS
     if rl.loss_type == "grpo":
         parts = [losses / len(losses) / num_completions for losses, _ in terms]
@@ -169,6 +173,7 @@ CASES = [
     case(3, loss_type="dapo"),
     case(2, loss_type="dapo", scale_rewards="none", mask_truncated_completions=True, beta=0.1, only="even"),
     case(2, loss_type="dapo", beta=0.3, adapters=True),
+    case(2, 3, loss_type="grpo", scale_rewards="batch", only="even"),
     case(2, loss_type="grpo", scale_rewards="none", beta=0.1),
     case(3, loss_type="grpo", mask_truncated_completions=True, beta=0.1, adapters=True, only="even"),
     case(2, 3, loss_type="dr_grpo", mask_truncated_completions=True, beta=0.1),

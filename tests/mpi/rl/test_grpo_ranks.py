@@ -218,6 +218,18 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir,
 
 
 @pytest.mark.sizes(2)
+def test_the_checkpoint_with_the_highest_reward_is_kept(run, grpo_dir):
+    settings = {"data__eval_path": grpo_dir / "prompts.jsonl", "run__eval_every": 1, "run__checkpoint_every": 1}
+    settings |= {"run__steps": None, "run__num_train_epochs": 1.5, "run__keep_checkpoints": 1, "run__keep_best": "true"}
+    lines, summary = run(**ADAM, **settings, **only_reward(grpo_dir, "ends_early"))
+    found = {line["step"]: line["eval_reward"] for line in lines}
+    assert len(found) == 5 and len({*found.values()}) > 1  # three steps of the first pass over 14 prompts, two more
+    best = max(found, key=found.get)
+    assert summary["best_checkpoint"] == best
+    assert list(steps_in(run.base / "run" / "checkpoints")) == sorted({best, 5})
+
+
+@pytest.mark.sizes(2)
 def test_a_reward_model_scores_the_completions(world, run, grpo_dir):
     directory = grpo_dir / "scores"
     if world.rank == 0:

@@ -37,6 +37,11 @@ class Distill(RolloutRecipe):
             raise UserError(
                 f"{source}: run.objective distill requires rl.teacher_path: set it to the model to learn from"
             )
+        if values.get("run.keep_best") and not values.get("rl.reward_funcs"):
+            raise UserError(
+                f"{source}: run.keep_best requires rl.reward_funcs, whose rewards choose the checkpoint: set it, for "
+                "example to exact_match"
+            )
         super().check(values, source)
 
     @override

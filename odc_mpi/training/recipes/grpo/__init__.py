@@ -41,6 +41,12 @@ class GRPO(RolloutRecipe):
                 f"{source}: rl.num_generations: expected 2 or more with run.objective grpo, which compares the "
                 "completions of a prompt with each other, got 1"
             )
+        if values.get("rl.scale_rewards") == "batch" and values.get("rl.beta"):
+            raise UserError(
+                f"{source}: rl.scale_rewards: expected group or none with rl.beta {values['rl.beta']}, got batch: the "
+                "divisor of the advantages is only known when their gradients have been added to those of the KL "
+                "divergence"
+            )
         super().check(values, source)
 
     @override

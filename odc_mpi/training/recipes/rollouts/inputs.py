@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.chat.templates import fix_time
+from odc_mpi.data.chat.templates import fix_time, set_variables
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
@@ -21,6 +21,7 @@ def open_prompts(config: Config, meta_model: MetaModel, prompt_time: str | None)
     )
     assert tokenizer_path is not None, "config.load requires one of them"
     tokenizer = _load_tokenizer(Path(tokenizer_path), setting)
+    set_variables(tokenizer, config.rl.chat_template_kwargs or {})
     if prompt_time:
         fix_time(tokenizer, prompt_time)
     prompts, evaluation = (

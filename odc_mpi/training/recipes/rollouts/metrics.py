@@ -119,21 +119,17 @@ class RolloutMetrics:
         self.values["stalest"] = max(self.values["stalest"], float(staleness.max()))
         self.values["longest"] = max(self.values["longest"], float(lengths.max()))
 
-    def _total(self, gathered: MinibatchStats, name: str) -> float:
-        """Return the sum of the values `name` of all groups, computed exactly and rounded once."""
-        return math.fsum(gathered.sum(f"{name}_{position}") for position in range(self._num_groups))
-
     def compute(self, gathered: MinibatchStats) -> dict[str, Any]:
         """Return metrics for the groups of all ranks. Those that TRL also reports have the same names as in TRL."""
         sums = {name: gathered.sum(name) for name in _COUNTS}
-        sums |= {name: self._total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
+        sums |= {name: _total(gathered, name, self._num_groups) for name in ("entropy", "reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
         generated, trained = gathered.per_rank("groups_generated"), gathered.per_rank("groups_trained")
         metrics = {
             "num_input_tokens": int(sums["completion_tokens"]),
             "num_tokens": int(sums["loss_tokens"]),
             "reward": sums["reward"] / sums["rewarded"] if sums["rewarded"] else None,
-            "reward_std": _standard_deviation(sums["rewarded"], sums["reward"], sums["squared_reward"]),
+            "reward_std": reward_std(gathered, self._num_groups),
             "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups_generated"]),
             "completions/mean_length": sums["completion_tokens"] / completions,
             "completions/min_length": int(gathered.per_rank("shortest").min()),
@@ -153,14 +149,26 @@ class RolloutMetrics:
         }
         for i, name in enumerate(self._reward_names):
             count = gathered.sum(f"function_{i}_count")
-            metrics[f"rewards/{name}/mean"] = self._total(gathered, f"function_{i}_sum") / count if count else None
+            total = _total(gathered, f"function_{i}_sum", self._num_groups)
+            metrics[f"rewards/{name}/mean"] = total / count if count else None
         if self._has_staleness:
             metrics["staleness/mean"] = sums["staleness"] / tokens
             metrics["staleness/max"] = int(gathered.per_rank("stalest").max())
         return metrics
 
 
-def _standard_deviation(count: float, total: float, squares: float) -> float | None:
+def _total(gathered: MinibatchStats, name: str, num_groups: int) -> float:
+    """Return the sum of the values `name` of all groups, computed exactly and rounded once."""
+    return math.fsum(gathered.sum(f"{name}_{position}") for position in range(num_groups))
+
+
+def reward_std(gathered: MinibatchStats, num_groups: int) -> float | None:
+    """Return the standard deviation of all rewards of a step, with Bessel's correction, or None if there is just one.
+
+    `gathered` has the values that `RolloutMetrics` reports, of at most `num_groups` prompt groups.
+    """
+    count = gathered.sum("rewarded")
     if count < 2:
         return None
+    total, squares = (_total(gathered, name, num_groups) for name in ("reward", "squared_reward"))
     return float(np.sqrt(max(0.0, squares - total**2 / count) / (count - 1)))

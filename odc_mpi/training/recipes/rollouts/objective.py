@@ -22,8 +22,10 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import DETAILS, RESULT, Metric
+from odc_mpi.rollout.rewards import EPSILON
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.training.loop import Objective
+from odc_mpi.training.recipes.rollouts.metrics import reward_std
 from odc_mpi.training.recipes.rollouts.settings import RLConfig
 from odc_mpi.training.recipes.rollouts.weights import WeightedLosses, weighted_losses
 from odc_mpi.training.reference_policy import ReferenceFn
@@ -72,7 +74,7 @@ class RolloutObjective(Objective):
         own_names: tuple[str, ...] = (),
     ) -> None:
         self._token_logps = TokenLogps(module)
-        self._rl, self._other = rl, other
+        self._rl, self._other, self._num_groups = rl, other, num_groups
         weights = _WEIGHT_NAMES if rl.max_staleness else ()
         self.gathered_names = ("rollout_loss", "logp_difference", "logp_difference_max", *weights, *own_names)
         max_completions = num_groups * rl.num_generations
@@ -119,6 +121,9 @@ class RolloutObjective(Objective):
         """Compute `loss_normalizer` from all ranks' counts, and add the loss and other values to the step's metrics."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
+        if self._rl.scale_rewards == "batch":
+            # The gradient is linear in the advantages, whose divisor is only known now.
+            self.loss_normalizer *= (reward_std(gathered, self._num_groups) or 0.0) + EPSILON
         tokens, reduced = max(1.0, gathered.sum("trained_tokens")), self.reduce(gathered)
         step.metrics |= {
             "loss": reduced["rollout_loss"] / self.loss_normalizer,

@@ -24,7 +24,6 @@ ROLLOUT_SETTINGS: Allowed = {
         "training is strictly on-policy; rollouts would be from an older policy",
     ),
     "lora.dropout": ((0,), "with dropout the trained policy is not the one that generated"),
-    "run.keep_best": ((False,), "there is no evaluation loss"),
     "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),
     "data.cost": (("flops",), _UNKNOWN_LENGTHS),
     "data.context_parallel": (("off",), _UNKNOWN_LENGTHS),
@@ -41,6 +40,7 @@ class RolloutRecipe(Recipe):
     unit = "prompts"
     trains_routers = False
     claims_work = True
+    best = "eval_reward", "high"
     allowed_if_exact: ClassVar = {
         "run.device": (
             ("auto", "cpu"),

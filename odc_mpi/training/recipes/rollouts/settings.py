@@ -1,7 +1,7 @@
 """The section `rl` of the settings. Those that TRL's `GRPOConfig` has have the same names and defaults."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from odc_mpi.setting_types import (
     NON_EMPTY_NAMES,
@@ -13,6 +13,7 @@ from odc_mpi.setting_types import (
 )
 from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
 
+_OF_PROMPTS = ("messages", "tools", "add_generation_prompt")
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
@@ -20,6 +21,10 @@ _STEPS = Check("from 0 to 32", lambda value: 0 <= value <= 32)
 _FRACTION = Check("above 0 and below 1", lambda value: 0 < value < 1)
 #: Weights of tokens that an older policy generated; see `rollouts.weights`.
 SamplingMode = Literal["clip", "token_truncate", "token_mask", "sequence_mask", "geometric_mask", "none"]
+_VARIABLES = Check(
+    "names of variables other than messages, tools and add_generation_prompt",
+    lambda value: all(name.isidentifier() and name not in _OF_PROMPTS for name in value),
+)
 _WORKERS = Check("from 0 to 256", lambda value: 0 <= value <= 256)
 _STORE_BYTES = Size(16 << 20)
 
@@ -33,6 +38,9 @@ class RLConfig:
     ] = None
     reward_weights: Annotated[list[float] | None, "weight of each reward function; null: 1.0 each"] = None
     tokenizer: Annotated[str | None, "tokenizer: directory, hub name, run or data set; null: model.path"] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, "variables of the chat template, such as enable_thinking", _VARIABLES
+    ] = None
     teacher_path: Annotated[str | None, "distill: model to learn from: directory, hub name or run", _NOT_EMPTY] = None
     num_generations: Annotated[int, "completions per prompt; grpo needs several", ONE_OR_MORE] = 8
     max_completion_length: Annotated[int, "most tokens of a completion", ONE_OR_MORE] = 512
@@ -45,7 +53,9 @@ class RLConfig:
     loss_type: Annotated[
         Literal["dapo", "grpo", "dr_grpo"], "divide by tokens, by completions and their lengths, or by a constant"
     ] = "dapo"
-    scale_rewards: Annotated[Literal["group", "none"], "divide advantages by the std of the group"] = "group"
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"], "divide advantages by the std of the group, or of all rewards of the step"
+    ] = "group"
     mask_truncated_completions: Annotated[bool, "exclude truncated completions from the loss"] = False
     num_iterations: Annotated[int, "updates per rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
     max_staleness: Annotated[

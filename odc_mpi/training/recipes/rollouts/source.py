@@ -105,7 +105,7 @@ class RolloutSource(MinibatchSource):
         self._later_metrics: dict[int, list[Callable[[], None]]] = {}
         self._note: Callable[[str], None] = world.set_status
         self._log = CompletionLog(world, config.run.dir, rl.log_completions, reward_names)
-        self._warned: set[str] = set()
+        self._warned = {"equal"} if rl.teacher_path else set()  # a teacher makes equal rewards harmless
         names = {field.name for field in fields(RolloutSamplingParams)} & vars(rl).keys()
         sampling = RolloutSamplingParams(seed=config.run.seed, **{name: getattr(rl, name) for name in names})
         self._num_prompts = num_prompts
