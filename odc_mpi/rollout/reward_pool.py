@@ -12,7 +12,7 @@ threads that decoding and training use. This module does not communicate between
 import queue
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from odc_mpi.rollout.rewards import GroupRewards, PartialRewards, RewardScorer
 class _Group:
     """A group of completions. `outcome` is None until the functions that may run in any thread have been called."""
 
-    key: Hashable
+    key: int
     reward_kwargs: Mapping[str, Sequence[Any]]
     prompt: int
     outcome: PartialRewards | BaseException | None = None
@@ -46,7 +46,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         for _ in range(num_workers):  # daemons, so that a stuck function does not keep the process from ending
             threading.Thread(target=self._work, daemon=True).start()
 
-    def submit(self, key: Hashable, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int) -> None:
+    def submit(self, key: int, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int) -> None:
         """Start computing the rewards of the completions of a prompt, and return at once.
 
         `reward_kwargs` and `prompt` are the arguments of `RewardScorer`. `key` is returned with the rewards.
@@ -58,7 +58,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         else:
             self._done.append(group)
 
-    def finished(self) -> Iterator[tuple[Hashable, GroupRewards]]:
+    def finished(self) -> Iterator[tuple[int, GroupRewards]]:
         """Yield the key and the rewards of each group that is ready, in the order in which they became ready.
 
         Raises the `UserError` of a group for which a function failed (see `RewardScorer`).

@@ -49,7 +49,7 @@ def test_metrics_do_not_depend_on_who_generated_a_group(num_ranks):
         for position, value in enumerate(VALUES):
             completions = PromptCompletions([[1]], [np.zeros(1, np.float32)], [True], value, [np.ones(1, np.int64)])
             rewards = GroupRewards(np.array([[value]]), np.ones(1), 0)
-            ranks[position % num_ranks].add_group(position, completions, rewards, np.zeros(1, np.bool_))
+            ranks[position % num_ranks].add_group(1, position, completions, rewards, np.zeros(1, np.bool_))
         gathered = MinibatchStats(ranks[0].gathered_names)
         for rank in ranks:
             gathered.local.update(rank.values)

@@ -13,11 +13,12 @@ from odc_mpi.models.quirks.caches import decodes_batches
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.decode import sample
+from odc_mpi.rollout.rewards import RewardScorer
 from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
-from odc_mpi.training.recipes.rollouts.prompts import PromptCodec, RewardsFn, longest_first_batches
+from odc_mpi.training.recipes.rollouts.prompts import PromptCodec, longest_first_batches
 
 #: Number of ranks that an exact run assumes for its batch sizes so that they do not depend on the actual number.
 _EXACT_SHARES = 16
@@ -38,7 +39,7 @@ class RewardEvaluator(PeriodicEvaluator):
         context: RunContext,
         model: ShardedModel,
         prompts: PromptDataset,
-        rewards_of: RewardsFn,
+        rewards_of: RewardScorer,
     ) -> None:
         config, world = context.config, context.world
         super().__init__(config.run, model)

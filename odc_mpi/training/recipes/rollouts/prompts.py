@@ -1,7 +1,7 @@
 """Loading, batching and tokenization of prompts, without communication."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,6 @@ from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import UserError
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.rollout.rewards import GroupRewards
-
-#: Function that computes the rewards for a prompt's completions, given the keyword arguments for reward functions and
-#: the index of the prompt.
-RewardsFn = Callable[[Mapping[str, Sequence[Any]], int], GroupRewards]
 
 
 class PromptLoader(ShuffledSampler):

@@ -38,6 +38,8 @@ from odc_mpi.formatting import format_quantity
 from odc_mpi.models.decoding import generation_mode, unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.decode import Decoder, prompt_batch
+from odc_mpi.rollout.reward_pool import RewardPool
+from odc_mpi.rollout.rewards import GroupRewards, RewardScorer
 from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
@@ -49,7 +51,6 @@ from odc_mpi.training.recipes.rollouts.metrics import ROLLOUT_METRICS, RolloutMe
 from odc_mpi.training.recipes.rollouts.prompts import (
     PromptCodec,
     PromptLoader,
-    RewardsFn,
     longest_first,
     predict_lengths,
 )
@@ -77,7 +78,7 @@ class RolloutSource(MinibatchSource):
         context: RunContext,
         model: ShardedModel,
         reward_names: Sequence[str],
-        rewards_of: RewardsFn,
+        rewards_of: RewardScorer,
         *,
         trains_all: bool,
     ) -> None:
@@ -87,7 +88,7 @@ class RolloutSource(MinibatchSource):
         self._rl, self._world, self._model = config.rl, world, model
         self._exact, self._packs = config.run.exact, inputs.model.packing.packs
         self._max_tokens, self._num_steps = config.data.max_tokens_per_microbatch, config.run.steps
-        self._rewards_of, self._trains_all = rewards_of, trains_all
+        self._trains_all = trains_all
         self._codec = PromptCodec(inputs.dataset, config.model.path)
         rl = config.rl
         num_prompts, num_windows = config.data.minibatch_sequences // rl.num_generations, rl.max_staleness + 1
@@ -110,7 +111,10 @@ class RolloutSource(MinibatchSource):
         sampling = RolloutSamplingParams(seed=config.run.seed, **{name: getattr(rl, name) for name in names})
         self._num_prompts = num_prompts
         max_prompts = 1 if config.run.exact else max(1, rl.max_concurrent_sequences // rl.num_generations)
-        self._batch = prompt_batch(model.module, sampling, max_prompts, self._score_prompt)
+        self._batch = prompt_batch(model.module, sampling, max_prompts, self._submit_rewards)
+        self._pool = RewardPool(rewards_of, rl.reward_workers)
+        #: Completions whose rewards are being computed, keyed as in `_batch`.
+        self._scoring: dict[int, PromptCompletions] = {}
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Check that there is memory for completions in progress, and report it. Collective with `rl.max_staleness`."""
@@ -151,7 +155,7 @@ class RolloutSource(MinibatchSource):
         while True:
             self._generate(step)
             yield from self._pack(step.take_unpublished())
-            if not step.is_generated_here:
+            if not step.is_decoded_here:
                 continue  # there was no room for more groups
             state = step.snapshot()
             if state.num_done == step.count:
@@ -160,6 +164,7 @@ class RolloutSource(MinibatchSource):
                 yield from self._pack(groups)
             elif not self._can_generate():
                 self._wait(step, state)
+                self._publish_scored()
 
     def local_values(self) -> list[float]:
         """Return this rank's values, in the order of `gathered_names`."""
@@ -191,6 +196,10 @@ class RolloutSource(MinibatchSource):
             for key in warnings.keys() - self._warned:
                 warn(f"WARNING: step {step.number}: {warnings[key]}")
         self._warned |= warnings.keys()
+
+    def close(self) -> None:
+        """Drop rewards that are being computed."""
+        self._pool.close()
 
     def on_step_end(self, step: Step) -> None:
         """Add tokens per second to the metrics. Collective every `rl.log_completions` steps, to log completions."""
@@ -240,9 +249,10 @@ class RolloutSource(MinibatchSource):
         with self._generating() if self._can_generate() else nullcontext():
             while self._claim_prompts() or self._batch.prompts:
                 self._batch.step(step.number, self._report_token)
+                self._publish_scored()
                 if sum(group.num_tokens for group in step.unpublished) >= self._max_tokens:
                     return
-                if step.is_generated_here:
+                if step.is_decoded_here:
                     num_ahead += 1
                     if num_ahead % _TOKENS_AHEAD == 0 and (
                         (state := step.snapshot()).published or state.num_done == step.count
@@ -271,13 +281,26 @@ class RolloutSource(MinibatchSource):
         self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
         self._world.progress.poke()  # without a progress thread, as no fetch does it while all units are unsharded
 
-    def _score_prompt(self, key: int, completions: PromptCompletions) -> None:
-        """Compute the rewards of a prompt's completions, and publish the group."""
+    def _submit_rewards(self, key: int, completions: PromptCompletions) -> None:
+        """Start computing the rewards of a prompt's completions."""
+        step, position = self._step_of(key)
+        step.num_decoding -= 1
+        index = int(step.minibatch.indices[position])
+        self._note(f"computing rewards of prompt {index}")
+        self._scoring[key] = completions
+        self._pool.submit(key, self._codec.reward_kwargs(self._prompts[index], completions.tokens), index)
+
+    def _publish_scored(self) -> None:
+        """Publish the groups whose rewards have been computed."""
+        for key, group_rewards in self._pool.finished():
+            step, position = self._step_of(key)
+            group = self._score_group(step, position, self._scoring.pop(key), group_rewards)
+            if not step.finish(position, group):
+                self._count(step.number, lambda: self._metrics.add("groups_not_stored"))
+
+    def _step_of(self, key: int) -> tuple[StepRollouts, int]:
         number, position = divmod(key, self._num_prompts)
-        step = next(step for step in self._steps if step.number == number)
-        group = self._score_group(step, position, completions)
-        if not step.finish(position, group):
-            self._count(number, lambda: self._metrics.add("groups_not_stored"))
+        return self._steps[number - self._steps[0].number], position
 
     def _count(self, step: int, add: Callable[[], None]) -> None:
         """Call `add` to add values to the metrics of `step`, now or when that step begins."""
@@ -286,12 +309,12 @@ class RolloutSource(MinibatchSource):
         else:
             self._later_metrics.setdefault(step, []).append(add)
 
-    def _score_group(self, step: StepRollouts, position: int, completions: PromptCompletions) -> PromptGroup | None:
-        """Compute the rewards of a group. Return it without answers that have no gradient, or None if all have none."""
+    def _score_group(
+        self, step: StepRollouts, position: int, completions: PromptCompletions, group_rewards: GroupRewards
+    ) -> PromptGroup | None:
+        """Return a group without answers that have no gradient, or None if all have none."""
         index = int(step.minibatch.indices[position])
         record = self._prompts[index]
-        self._note(f"computing rewards of prompt {index}")
-        group_rewards = self._rewards_of(self._codec.reward_kwargs(record, completions.tokens), index)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
         self._count(
@@ -328,9 +351,22 @@ class RolloutSource(MinibatchSource):
         return groups
 
     def _wait(self, step: StepRollouts, previous: QueueState) -> None:
-        """Sleep until the state of the queue changes. The timeout message lists the ranks that are generating."""
-        began, sleep_s = time.perf_counter(), _SLEEP_S
-        num_open = len(previous.in_progress) + previous.num_not_started
+        """Sleep until the state of the queue changes, or rewards are computed, which have limits of their own.
+
+        The timeout message lists the ranks that are generating.
+        """
+        began = time.perf_counter()
+        if self._pool.num_pending:
+            self._world.set_status(f"computing rewards of {self._pool.num_pending} prompts")
+            while not self._pool.wait(_MAX_SLEEP_S) and not step.has_changed(previous):
+                self._world.progress.run_tasks()
+        else:
+            self._wait_for_ranks(step, previous)
+        self._metrics.add("rollout_wait_s", time.perf_counter() - began)
+        self._model.spans.add("rollout_wait", began)
+
+    def _wait_for_ranks(self, step: StepRollouts, previous: QueueState) -> None:
+        num_open, sleep_s = len(previous.in_progress) + previous.num_not_started, _SLEEP_S
         self._world.set_status(f"waiting for {num_open} prompt groups that other ranks generate")
         with self._world.deadline(
             f"waiting for {num_open} prompt groups in progress", sorted(set(previous.in_progress.values()))
@@ -339,5 +375,3 @@ class RolloutSource(MinibatchSource):
                 self._world.progress.run_tasks()  # other ranks may push gradients to this one
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
-        self._metrics.add("rollout_wait_s", time.perf_counter() - began)
-        self._model.spans.add("rollout_wait", began)

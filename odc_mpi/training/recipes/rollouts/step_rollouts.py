@@ -27,6 +27,8 @@ class StepRollouts:
 
     Attributes:
         number: The step that trains them.
+        num_decoding: Number of prompts that this rank has claimed and whose completions have not ended. The caller
+            counts down.
         minibatch: The prompts. A position is an index in `minibatch.indices`.
         unpublished: Groups of this rank that do not fit in its store, and that it trains itself.
     """
@@ -38,7 +40,7 @@ class StepRollouts:
         self.unpublished: list[PromptGroup] = []
         self._claim_order, self._windows = claim_order, windows
         self._draw: Iterator[int] | None = windows.tickets.draw(len(claim_order))
-        self._num_in_progress = 0
+        self.num_decoding = 0
 
     @property
     def count(self) -> int:
@@ -51,30 +53,29 @@ class StepRollouts:
         return self._draw is not None
 
     @property
-    def is_generated_here(self) -> bool:
-        """True if this rank can claim no more prompts, and has finished those that it claimed."""
-        return self._draw is None and not self._num_in_progress
+    def is_decoded_here(self) -> bool:
+        """True if this rank can claim no more prompts, and has decoded those that it claimed."""
+        return self._draw is None and not self.num_decoding
 
     def claim_prompts(self, count: int) -> list[int]:
         """Claim up to `count` prompts, and return their positions. One-sided.
 
-        A rank has at most an even share of a step's prompts in progress at any time.
+        A rank decodes at most an even share of a step's prompts at any time.
         """
         positions: list[int] = []
         share = -(-self.count // self._windows.world.size)
-        while self._draw and len(positions) < min(count, share - self._num_in_progress):
+        while self._draw and len(positions) < min(count, share - self.num_decoding):
             if (ticket := next(self._draw, None)) is None:
                 self._draw = None
             else:
                 positions.append(self._claim_order[ticket])
         for position in positions:
             self._windows.queue.mark_started(position)
-        self._num_in_progress += len(positions)
+        self.num_decoding += len(positions)
         return positions
 
     def finish(self, position: int, group: PromptGroup | None) -> bool:
         """Publish a group, or mark it done if it is None or does not fit. Return True if it fits. One-sided."""
-        self._num_in_progress -= 1
         fits = group is None or self._windows.queue.publish(position, group.to_bytes())
         if group is None or not fits:
             self._windows.queue.mark_done(position)
