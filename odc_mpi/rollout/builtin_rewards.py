@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from odc_mpi.rollout import math_reward
+
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
@@ -32,6 +34,14 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
         return None if expected is None else float(last_number(text) == expected)
 
     return _each(completions, columns.get("answer"), compare)
+
+
+def math(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+    r"""Return 1 for each completion whose last mathematical value equals the column `answer`, and 0 otherwise.
+
+    Values may be LaTeX, such as ``\boxed{\frac12}``. The reward is None if `answer` has no value.
+    """
+    return _each(completions, columns.get("answer"), lambda text, answer: math_reward.compare(text, str(answer)))
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
@@ -67,5 +77,5 @@ def _each(
 
 
 REWARDS: Mapping[str, Callable[..., list[float | None]]] = {
-    function.__name__: function for function in (exact_match, final_number, regex, length)
+    function.__name__: function for function in (exact_match, final_number, math, regex, length)
 }

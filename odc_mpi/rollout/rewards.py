@@ -29,6 +29,7 @@ from odc_mpi.data.prompt_dataset import REWARD_ARGUMENTS
 from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.hub import parse_name
 from odc_mpi.rollout import builtin_rewards
+from odc_mpi.rollout.math_reward import require_math_verify
 from odc_mpi.rollout.time_limits import ExpiredError, start
 
 RewardCallable = Callable[..., Sequence[float | None]]
@@ -260,6 +261,8 @@ def _name(spec: str) -> str:
 def _load_function(spec: str, device: torch.device | str, time: str | None) -> RewardCallable:
     module_name, colon, name = spec.rpartition(":")
     if not colon:
+        if spec == "math":
+            require_math_verify()
         if spec in builtin_rewards.REWARDS:
             return builtin_rewards.REWARDS[spec]
         if Path(spec).is_dir():

@@ -17,6 +17,7 @@ from user_errors import refused
 
 from odc_mpi.data.tokenizer import train_tokenizer
 from odc_mpi.models.heads import ENDS_WITH_TURN
+from odc_mpi.rollout import math_reward
 from odc_mpi.rollout.rewards import (
     GroupRewards,
     RewardFunction,
@@ -56,6 +57,41 @@ def test_what_comes_along():
     assert built_in("regex", pattern="^[0-9]+$") == [1, 0, 0, 0]
     assert built_in("length") == [1, 2, 3, 4]
     assert all(math.isnan(value) for value in built_in("exact_match"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "reward"),
+    [
+        (r"\frac{1}{2}", r"so \boxed{\frac12}", 1),
+        (0.5, r"so \boxed{\frac12}", 1),
+        ("1/2", "It is 0.25.", 0),
+        ("1300", "they are 1,300 in all", 1),
+        ("(1,2]", r"\boxed{(1,2]}", 1),
+        ("(1,2]", r"\boxed{(1,2)}", 0),
+        (r"\{1,2\}", r"$\{2, 1\}$", 1),
+        ("x^2-1", r"\boxed{(x-1)(x+1)}", 1),
+        ("7", "I do not know", 0),
+        ("", "7", None),
+        ("7", r"\boxed{9^{9^{9}}}", 0),  # whose computation holds the interpreter
+        ("7", "7", 1),
+    ],
+)
+def test_mathematical_values(answer, text, reward, monkeypatch):
+    pytest.importorskip("math_verify")
+    began = time.monotonic()
+    monkeypatch.setattr(math_reward, "LIMIT_S", 1.0)
+    given = {"completions": [text], "answer": [answer]}
+    scorer, found = RewardScorer(load_reward_functions(["math"], None), 0, 30.0, False), []
+    thread = threading.Thread(target=lambda: found.append(scorer(given, 0).rewards))
+    thread.start()
+    for rewards in (scorer(given, 0).rewards, *(thread.join() or found)):
+        np.testing.assert_array_equal(rewards, [math.nan if reward is None else reward])
+    assert time.monotonic() - began < 60
+
+
+def test_without_math_verify(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    refused("rl.reward_funcs: math requires math-verify: pip install", load_reward_functions, ["math"], None)
 
 
 def test_a_chat_has_messages():
