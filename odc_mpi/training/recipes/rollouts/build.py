@@ -33,10 +33,12 @@ def build_rollouts(
     for setting, prompts in inputs.datasets.items() if world.rank == 0 else ():
         assert isinstance(prompts, PromptDataset)
         warn_ignored(setting, prompts.ignored, len(prompts))
-    if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
+    limits = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    changed = [f"rl.{name} {getattr(rl, name):g}" for name, off in limits.items() if getattr(rl, name) != off]
+    if world.rank == 0 and changed:
         warn(
-            f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "
-            "distribution, so training is not strictly on-policy"
+            f"WARNING: {' and '.join(changed)}: completions are sampled from another distribution than the policy's, so "
+            "training is not strictly on-policy"
         )
     model.eval()  # with dropout, the trained policy would differ from the one that generates
     objective = make_objective()
