@@ -197,6 +197,7 @@ class Loader(ShuffledSampler):
         context_parallel: bool = False,
         exact: bool = False,
         packs: bool = True,
+        rows: bool = False,
         part: Part = WHOLE,
     ) -> None:
         """Create the loader, and check the settings against the data. The caller must close `dataset`.
@@ -208,7 +209,8 @@ class Loader(ShuffledSampler):
             rank, size: Rank whose microbatches the minibatches yield, and the number of ranks.
             context_parallel: True to plan with `split_longest` regardless of `balance` and `exact`. Requires `packs`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
-            packs: False to put only one sequence in each microbatch.
+            packs: False to put only one sequence in each microbatch, or with `rows` several of like length, which the
+                model pads to equal lengths.
             part: Part of each minibatch that the `size` ranks train on. Ranks that are not counted in `size` train on
                 the other parts.
 
@@ -217,7 +219,7 @@ class Loader(ShuffledSampler):
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"
-        strategy = find_strategy(balance, cost, exact=exact, packs=packs)
+        strategy = find_strategy(balance, cost, exact=exact, packs=packs, rows=rows)
         self._strategy = split_longest if context_parallel else strategy
         for setting, value, minimum in (
             ("data.minibatch_sequences", minibatch_sequences, 1),

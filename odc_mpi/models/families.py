@@ -1,17 +1,19 @@
-"""Decision on how a model trains: on packed sequences, on one sequence per microbatch, or not at all.
+"""Decision on how a model trains: on packed sequences, on padded rows, on one sequence per microbatch, or not at all.
 
 A model trains on packed sequences if only its attention mixes tokens, all of its layers call `packed_attention`, and
 its `forward` accepts token positions. This is determined from the layer types, the modules and a trial run on the meta
-device. All other causal models train on one sequence per microbatch with their own attention. `UserError` is raised for
-a model that is not causal, that does not use the causal language modeling loss of transformers (for example, because it
-does not shift the labels), or whose `forward` changes the weights. docs/models.md lists the families.
+device. All other causal models have their own attention, and train on padded rows of sequences if a trial with a small
+copy shows that this is the same (`models.packed.padded_rows`), else on one sequence per microbatch. `UserError` is
+raised for a model that is not causal, that does not use the causal language modeling loss of transformers (for example,
+because it does not shift the labels), or whose `forward` changes the weights. docs/models.md lists the families.
 """
 
 import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,13 +24,12 @@ from odc_mpi.data.microbatch import flash_attention_kwargs
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
 from odc_mpi.models.heads import CAUSAL_LM, prediction_task
+from odc_mpi.models.packed.padded_rows import PaddedRows, equals_single_sequences
 
 #: Layer types that carry no state from one packed sequence to the next and mix tokens only through attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 #: Classes of modules that mix neighboring tokens.
 _MIXING_MODULES = (nn.Conv1d, nn.ZeroPad2d, nn.RNNBase)
-#: Arguments that describe packed inputs. They are not passed to models that train without packing.
-_PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Packing:
     """Decision whether a model trains on packed sequences.
 
     Attributes:
-        unpacked_reason: Reason for training on one sequence per microbatch, or None for training on packed sequences.
+        unpacked_reason: Reason for not training on packed sequences, or None for training on them.
+        config: Configuration of a language model that does not train on packed sequences, otherwise None.
         soft_caps: True if the model trains on packed sequences and its attention applies soft caps to the scores, which
             are then computed explicitly.
     """
 
     unpacked_reason: str | None = None
+    config: Any = field(default=None, compare=False)
     soft_caps: bool = False
 
     @property
@@ -49,14 +52,26 @@ class Packing:
         """True if the model trains on packed sequences."""
         return self.unpacked_reason is None
 
+    @cached_property
+    def pads_rows(self) -> bool:
+        """True if a microbatch may have several sequences, each of which the model computes in a padded row.
+
+        The first access runs a trial, which may take seconds. Does not concern prompts with several answers.
+        """
+        config = self.config
+        if config is None or getattr(config, "output_router_logits", False):
+            return False  # padding would count in the loss of the routers
+        # Rotary frequencies of some types depend on the length of the row.
+        return not {"longrope", "dynamic"} & _all_rope_types(config) and equals_single_sequences(config)
+
 
 def build_for_training(
     build: Callable[[str | None], transformers.PreTrainedModel], setting: str, attn_implementation: str
 ) -> tuple[transformers.PreTrainedModel, Packing]:
     """Build a model on the meta device, with packed attention if possible. Return the model and its `Packing`.
 
-    A model without packed attention keeps its own attention and accepts only one sequence at a time. Raises `UserError`
-    if the model cannot be trained.
+    A model without packed attention keeps its own attention, and hooks give each sequence a row. Raises `UserError` if
+    the model cannot be trained.
 
     Args:
         build: Function that builds the model with the given transformers attention implementation. None selects the
@@ -74,17 +89,19 @@ def build_for_training(
     packing = Packing(reason) if reason else _try_packed(module)
     if packing.unpacked_reason is not None:
         module = build("eager" if attn_implementation == "eager" else None)
-        module.register_forward_pre_hook(_without_packed_inputs, with_kwargs=True)
+        PaddedRows(module)
         _refuse_untrainable(module, setting)
         if reason is None:  # the trial failed
             _refuse_invalid(module, setting)
+        if prediction_task(type(module).__name__) is CAUSAL_LM:
+            packing = replace(packing, config=module.config.get_text_config())
     return module, packing
 
 
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
     """Return the reason if the class, configuration or modules of a model rule out packing, otherwise None."""
     config = module.config.get_text_config()
-    if "longrope" in rope_types(config.to_dict()):
+    if "longrope" in _all_rope_types(config):
         return "its rotary frequencies depend on the length of the sequence"
     mixing = {type(each).__name__ for each in module.modules() if isinstance(each, _MIXING_MODULES)}
     layer_types = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
@@ -119,6 +136,10 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
             if len({layer for layer, _ in calls}) < num_layers:
                 return Packing("not all of its layers call the attention function")
     return Packing(soft_caps=any(has_soft_cap for _, has_soft_cap in calls))
+
+
+def _all_rope_types(config: Any) -> set[str]:
+    return set(rope_types(config.to_dict()))
 
 
 def rope_types(content: Any) -> Iterator[str]:
@@ -190,15 +211,3 @@ def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
     except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
         if not _is_trial_artifact(error):
             raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
-
-
-def _without_packed_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Remove the arguments that describe packed inputs from those of `forward`. The input must be a single sequence."""
-    bounds = kwargs.get("cu_seq_lens_q")
-    if bounds is None:  # generation
-        return args, kwargs
-    if len(bounds) != 2:
-        raise attention.PackingUnsupportedError(
-            f"{type(module).__name__} trains one sequence per microbatch, got {len(bounds) - 1}"
-        )
-    return args, {name: value for name, value in kwargs.items() if name not in _PACKED_INPUTS}

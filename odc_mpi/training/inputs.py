@@ -110,6 +110,7 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
         context_parallel=isinstance(context_parallel, KVSizes),
         exact=config.run.exact,
         packs=meta_model.packing.packs,
+        rows=pads_rows(meta_model, dataset),
         part=part,
     )
     evaluation = None
@@ -166,6 +167,11 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
             f"{positions}: prepare the data with --max-length {positions}"
         )
     return dataset
+
+
+def pads_rows(meta_model: models.MetaModel, dataset: Dataset) -> bool:
+    """Return True if microbatches of a data set have several sequences, which the model computes in padded rows."""
+    return dataset.kind == "sequences" and meta_model.packing.pads_rows
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:

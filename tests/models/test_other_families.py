@@ -68,6 +68,9 @@ def answer(family):
         assert_causal(reference(input_ids=tokens, use_cache=False).logits, reference, tokens)
         if meta_model.packing.packs:
             assert_packs(meta_model, reference, tokens)
+        elif meta_model.packing.pads_rows:
+            assert_packs(meta_model, reference, tokens)
+            return "in padded rows"
     return "packed" if meta_model.packing.packs else "one sequence per microbatch"
 
 

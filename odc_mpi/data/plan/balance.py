@@ -25,6 +25,9 @@ Costs = npt.NDArray[np.float64]
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 #: Number of sequences per rank that `rank_independent_packing` assumes.
 SEQUENCES_PER_RANK = 4
+#: Number of microbatches for each rank into which `pack_rows` divides a minibatch, and the smallest share of tokens in
+#: a row of a microbatch.
+ROWS_PER_RANK, MIN_ROW_SHARE = 4, 0.75
 
 
 @dataclass(frozen=True)
@@ -125,28 +128,33 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 }
 
 
-def rank_independent_packing(name: str, packing_cost: CostModel, *, packs: bool = True) -> BalanceStrategy:
-    """Return a balance strategy whose microbatches are the same for any number of ranks.
+def rank_independent_packing(
+    name: str, packing_cost: CostModel, *, packs: bool = True, rows_per_rank: int | None = None
+) -> BalanceStrategy:
+    """Return a balance strategy whose microbatches are the same for any number of ranks, except with `rows_per_rank`.
 
     Microbatches are formed with the constant `packing_cost`. If `packs` is False or `name` is "local_sort", each
     contains one sequence. The strategy's argument `cost` affects only the assignment to ranks. Raises a `UserError` if
-    `name` is "lb_micro".
+    `name` is "lb_micro". If `packs` is False, `rows_per_rank` is the number of microbatches of sequences of like length
+    for each rank (see `pack_rows`), or 0 for `SEQUENCES_PER_RANK` sequences in each, on any number of ranks.
     """
 
-    def pack(lengths: Lengths, max_tokens: int) -> tuple[SequenceIndices, ...]:
+    def pack(lengths: Lengths, size: int, max_tokens: int) -> tuple[SequenceIndices, ...]:
+        num_quarters = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+        if rows_per_rank is not None:
+            return pack_rows(lengths, max_tokens, rows_per_rank * size or num_quarters)
         if not packs:
             return tuple((i,) for i in range(len(lengths)))
-        size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
-        return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
+        return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, num_quarters)
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-        microbatches = pack(lengths, max_tokens)
+        microbatches = pack(lengths, size, max_tokens)
         costs = _costs(microbatches, lengths, cost)
         parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition(costs.tolist(), size)]
         return Plan(tuple(tuple(microbatches[i] for i in part) for part in parts))
 
     def pool(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-        microbatches = pack(lengths, max_tokens)
+        microbatches = pack(lengths, size, max_tokens)
         order = argsort_descending(_costs(microbatches, lengths, cost))
         return Plan(((),) * size, tuple(microbatches[i] for i in order))
 
@@ -159,14 +167,37 @@ def rank_independent_packing(name: str, packing_cost: CostModel, *, packs: bool 
     return strategies[name]
 
 
-def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
+def pack_rows(lengths: Lengths, max_tokens: int, count: int) -> tuple[SequenceIndices, ...]:
+    """Group sequences of like length into about `count` microbatches, or more, as rows that are padded to the longest.
+
+    A row has at least the share `MIN_ROW_SHARE` of the tokens of the longest one. Microbatches have at most
+    `max_tokens` tokens with their padding, and about equally many.
+    """
+    target = -(-int(lengths.sum()) // max(1, count))
+    bins: list[list[int]] = []
+    longest = 0
+    for i in argsort_descending(lengths):
+        num_padded = longest * (len(bins[-1]) + 1) if bins else 0
+        fits = num_padded <= min(target + longest // 2, max_tokens)
+        if bins and fits and lengths[i] >= MIN_ROW_SHARE * longest:
+            bins[-1].append(i)
+        else:
+            bins.append([i])
+            longest = int(lengths[i])
+    return tuple(map(tuple, bins))
+
+
+def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool, rows: bool = False) -> BalanceStrategy:
     """Return the balance strategy called `name`. For the other arguments and the errors, see `data.loader.Loader`."""
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
     if name == "lb_micro" and not packs:
         return partial(lb_micro, pack=lambda lengths, _: [[i] for i in range(len(lengths))])
-    return rank_independent_packing(name, cost, packs=packs) if exact or not packs else BALANCE_STRATEGIES[name]
+    if packs and not exact:
+        return BALANCE_STRATEGIES[name]
+    rows_per_rank = (0 if exact else ROWS_PER_RANK) if rows and not packs else None
+    return rank_independent_packing(name, cost, packs=packs, rows_per_rank=rows_per_rank)
 
 
 def divide(costs: Costs, num_parts: int, number: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 from typing_extensions import override
 
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.formatting import truncate_text
 from odc_mpi.models.quantization.linear import hidden_numel
 from odc_mpi.observe.callback import Callback
@@ -16,6 +17,7 @@ from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
+from odc_mpi.training.inputs import Inputs, pads_rows
 from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.resume import start_line
 from odc_mpi.training.settings import Config, default_learning_rate
@@ -48,7 +50,7 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
-        **({} if packing.packs else {"packing": f"off, one sequence per microbatch: {packing.unpacked_reason}"}),
+        **({} if packing.packs else {"packing": f"off, {_describe_unpacked(inputs)}: {packing.unpacked_reason}"}),
         **({"attn": "eager, because the scores have soft caps"} if packing.soft_caps else {}),
         **({"cp": _describe_context_parallel(inputs.context_parallel)} if inputs.context_parallel else {}),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
@@ -70,6 +72,12 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
     if resume_point and "islands" in resume_point.metadata and not resume_point.continues_island(context.part):
         start += "; begins with the merged parameters, and the optimizer state of one island"
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
+
+
+def _describe_unpacked(inputs: Inputs) -> str:
+    if isinstance(inputs.dataset, Dataset) and pads_rows(inputs.model, inputs.dataset):
+        return "padded rows of sequences of like length"
+    return "one sequence per microbatch"
 
 
 def _islands_line(context: RunContext) -> dict[str, str]:

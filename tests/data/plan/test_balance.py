@@ -22,13 +22,14 @@ UNPACKED = find_strategy("lb_mini", COST, exact=False, packs=False)
 FIRST, LATER = CostModel(), CostModel(constant=300.0, linear=1.0, quadratic=0.01)
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("packs", [True, False, "rows"])
 @pytest.mark.parametrize(
     ("name", "exact"),
     [*((name, False) for name in BALANCE_STRATEGIES), ("lb_mini", True), ("dynamic", True), ("local_sort", True)],
 )
 def test_each_sequence_is_planned_once_and_fits(name, exact, packs):
-    strategy, rng = find_strategy(name, FIRST, exact=exact, packs=packs), np.random.default_rng(1)
+    rows, rng = packs == "rows", np.random.default_rng(1)
+    strategy = find_strategy(name, FIRST, exact=exact, packs=packs is True, rows=rows)
     for n in (0, 1, 2, 3, 7, 16, 61):
         lengths, seen = lognormal_lengths(rng, n), set()
         for size, cost in itertools.product(range(1, 9), (FIRST, LATER)):
@@ -38,7 +39,9 @@ def test_each_sequence_is_planned_once_and_fits(name, exact, packs):
             microbatches = [*itertools.chain(*plan.microbatches), *plan.pool]
             assert sorted(itertools.chain(*microbatches)) == list(range(n))
             assert {type(i) for i in itertools.chain(*microbatches)} <= {int}
-            assert all(lengths[list(microbatch)].sum() <= 4096 for microbatch in microbatches)
+            sequences = [lengths[list(microbatch)] for microbatch in microbatches if microbatch]
+            assert all((each.max() * len(each) if rows else each.sum()) <= 4096 for each in sequences)
+            assert not rows or all(each.min() >= 0.75 * each.max() for each in sequences)
             assert all(len(microbatch) <= 1 for microbatch in microbatches) or packs
             assert len(set(map(len, plan.microbatches))) == 1 if name == "lb_micro" else all(microbatches)
             for in_order in (*plan.microbatches, plan.pool):
@@ -142,3 +145,10 @@ def test_they_are_dealt_out_by_the_cost_that_may_change():
 def test_a_cut_for_the_number_of_ranks_is_refused():
     words = "data.balance: the microbatches of lb_micro ...lb_mini or dynamic, or run.exact"
     refused(words, rank_independent_packing, "lb_micro", FIRST)
+
+
+@pytest.mark.parametrize(("exact", "expected"), [(False, [8] * 8), (True, [4] * 16)])
+def test_rows_are_divided_among_the_ranks_unless_the_run_is_exact(exact, expected):
+    strategy = find_strategy("dynamic", FIRST, exact=exact, packs=False, rows=True)
+    plan = strategy(np.random.default_rng(2).integers(97, 103, 64), 2, 4096, FIRST)
+    assert list(map(len, plan.pool)) == expected

@@ -18,6 +18,7 @@ from small_training import configure, on_first_rank, train_to_the_end, training
 from tiny_configurations import FAMILIES, tiny_config
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.data.plan import balance
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_directory
@@ -47,6 +48,11 @@ ADAPTED = {
     "gpt_oss": (["q_proj", "o_proj"], EXPERTS),
     "gemma2": ("all-linear", None),
     "mamba2": (["in_proj"], None),
+}
+#: Cells of the table, and what the start-up line says, for models that train on padded rows or on single sequences.
+UNPACKED = {
+    "in padded rows": "padded rows of sequences of like length: ",
+    "one sequence per microbatch": "one sequence per microbatch: ",
 }
 #: Cells of the table for each family that has been tried.
 rows = {}
@@ -84,11 +90,12 @@ def try_step(world, dataset_path, path, reference, capsys):
     config = configure(dataset_path, **{"model.path": path / "model", **changes})
     inputs = world.run_on_all(lambda: open_inputs(config, 0, 1))
     packs, indices = inputs.model.packing.packs, next(inputs.loader).indices
+    cell, how = list(UNPACKED.items())[not inputs.model.packing.pads_rows]
     lines, _ = train_to_the_end(config, world)
     printed = capsys.readouterr().out
 
     def compare():
-        assert ("\npacking off, one sequence per microbatch: " in printed) != packs
+        assert [how for how in UNPACKED.values() if f"\npacking off, {how}" in printed] == ([] if packs else [how])
         loss = torch_reference.train(reference, inputs.dataset, [indices], config.optim)
         assert lines[0]["loss"] == pytest.approx(loss[0], rel=2e-5)
         with open_newest_checkpoint(path / "run") as checkpoint:
@@ -103,7 +110,7 @@ def try_step(world, dataset_path, path, reference, capsys):
 
     on_first_rank(world, compare)
     inputs.close()
-    return "packed" if packs else "one sequence per microbatch", try_split(inputs.model) if packs else "no"
+    return "packed" if packs else cell, try_split(inputs.model) if packs else "no"
 
 
 def try_adapters(world, dataset_path, path, reference):
@@ -145,6 +152,14 @@ def try_split(meta_model):
     return "yes"
 
 
+@pytest.fixture
+def long_padding(monkeypatch):
+    """Microbatches in padded rows have rows of all lengths."""
+    monkeypatch.setattr(balance, "ROWS_PER_RANK", 1)
+    monkeypatch.setattr(balance, "MIN_ROW_SHARE", 0)
+
+
+@pytest.mark.usefixtures("long_padding")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(world, dataset_path, base, capsys, family):
     config = tiny_config(family)

@@ -9,6 +9,12 @@ TICKETS, MINI = {"data__balance": "dynamic"}, {"data__balance": "lb_mini"}
 UNTIED = {"model__config__tie_word_embeddings": "false"}
 NO_CACHE = {"comm__zero_copy": "off", "comm__parameter_cache_bytes": 0}
 CHECKPOINTING = {"model__gradient_checkpointing": "true"}
+#: Layers with a state and with attention.
+HYBRID = {"model__config__model_type": "qwen3_5_text", "model__config__num_hidden_layers": 2,
+          "model__config__layer_types": "[linear_attention,full_attention]", "model__config__linear_num_value_heads": 4,
+          "model__config__linear_num_key_heads": 2, "model__config__linear_key_head_dim": 16,
+          "model__config__linear_value_head_dim": 16, "model__config__head_dim": 16, "loss": 2e-5,
+          "close": (2e-5, 2e-5)}  # fmt: skip
 
 SFT = [
     row("local sort", 2, 4, data__balance="local_sort", comm__prefetch=2, **UNTIED),
@@ -33,6 +39,7 @@ SFT = [
     row("evaluated", 3, evaluates=True, data__balance="lb_mini", **UNTIED),
     row("evaluated, tickets", 2, evaluates=True, data__balance="dynamic", data__eval_sequences=5, **UNTIED),
     row("unpacked", 3, using=(at.unpacked,), evaluates=True, data__balance="lb_mini", **UNTIED),
+    row("hybrid in padded rows", 1, 2, 3, using=(at.long_padding,), then=(at.several_rows,), **HYBRID),
     row("unpacked, exact", 2, using=(at.unpacked,), evaluates=True, **TICKETS, run__exact="true", **UNTIED),
     row("fixed point", 3, data__balance="lb_mini", model__reduce_dtype="fixed64"),
     row("model in a directory", 2, 3, model__path="dense"),

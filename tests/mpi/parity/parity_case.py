@@ -18,6 +18,7 @@ from test_device_training import pose_as_device
 from odc_mpi import api
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.data import loader
+from odc_mpi.data.plan import balance
 from odc_mpi.data.plan.balance import Plan, SequenceSplit, dynamic
 from odc_mpi.data.plan.context_parallel import even_bounds
 from odc_mpi.models import compiled, families, token_logps
@@ -96,8 +97,20 @@ class At:
 
 
 def unpacked(at):
-    """The model refuses a microbatch of more than one sequence."""
+    """The model does not pack, and takes several sequences of a microbatch in padded rows."""
     at.monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
+
+
+def long_padding(at):
+    """Microbatches that are not packed have rows of all lengths."""
+    at.monkeypatch.setattr(balance, "ROWS_PER_RANK", 1)
+    at.monkeypatch.setattr(balance, "MIN_ROW_SHARE", 0)
+
+
+def several_rows(at, lines):
+    """Check that microbatches of a model that does not pack had several sequences."""
+    num_microbatches = sum(line["microbatches_max"] for line in lines) * at.world.size
+    assert not at.inputs.model.packing.packs and num_microbatches < 7 * len(lines)
 
 
 def small_blocks(at):
