@@ -265,6 +265,10 @@ class ShardedModel:
         with materialized_parameters(self._names_by_module, self._unsharded):
             yield
 
+    def forget_order(self) -> None:
+        """Forget in which order units were used, which predicts what to fetch, because the next pass uses others."""
+        self._unsharded.forget_order()
+
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context manager that publishes `what`, instead of the unit in use, as this rank's status.
 

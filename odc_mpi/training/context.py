@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.data.loader import WHOLE, Part
+from odc_mpi.models.frozen_prefix import FrozenPrefix
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
@@ -35,6 +36,7 @@ class RunContext:
         prints: True if rank 0 prints the start-up lines and the progress.
         add_callbacks: Function that adds callbacks to the trainer before its state is restored. Collective.
         resume_point: Checkpoint from which the run starts, or None.
+        prefix: Frozen layers that are computed once per sequence, or None. Set during the setup.
         inputs, decision: Data and model, and how the ranks communicate. Set during the setup.
     """
 
@@ -49,5 +51,6 @@ class RunContext:
     prints: bool = True
     add_callbacks: "Callable[[Trainer], None]" = lambda trainer: None
     resume_point: ResumePoint | None = None
+    prefix: FrozenPrefix | None = None
     inputs: Inputs = None  # type: ignore[assignment]
     decision: Decision = None  # type: ignore[assignment]

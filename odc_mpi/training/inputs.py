@@ -20,10 +20,12 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.context_parallel_attention import attention_shape
+from odc_mpi.models.frozen_prefix import Prefix, find_prefix
 from odc_mpi.models.heads import CAUSAL_LM, Task
 from odc_mpi.models.load import find_checkpoint, load_start
 from odc_mpi.models.quantization.quantize import quantize
 from odc_mpi.training.recipes import names_for, recipe_of
+from odc_mpi.training.recipes.recipe import Recipe
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
 #: Name of the tokenizer file in a transformers model directory.
@@ -57,6 +59,8 @@ class Inputs:
     prompt_time: str | None = None
     #: Part of each minibatch and of the held-out data on which the ranks of the run work.
     part: Part = WHOLE
+    #: Frozen layers that are computed once, or None.
+    prefix: Prefix | None = None
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
@@ -92,12 +96,15 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
             f"run.objective: {recipe.name} has no loss of routers, but the model has output_router_logits: set "
             "model.config.output_router_logits to false"
         )
+    if config.model.cache_frozen_prefix:
+        _require_packed_data(recipe, meta_model)
     if recipe.data == "prompts":
         return recipe.open_prompts(config, _with_adapters(meta_model, config), prompt_time)
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
     recipe.adapt_model(meta_model, dataset)
     context_parallel = _plan_context_parallel(config, meta_model, dataset, size)
     meta_model = _with_adapters(meta_model, config)
+    prefix = find_prefix(meta_model.module) if config.model.cache_frozen_prefix else None
     loader = Loader(
         dataset,
         minibatch_sequences=config.data.minibatch_sequences,
@@ -123,7 +130,16 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
                 f"data.eval_path: expected a sequence for each of {part.count} islands, got {num_evaluated}: hold out "
                 "more data, raise data.eval_sequences, or set islands.by to larger islands"
             )
-    return Inputs(dataset, meta_model, loader, evaluation, context_parallel, part=part)
+    return Inputs(dataset, meta_model, loader, evaluation, context_parallel, part=part, prefix=prefix)
+
+
+def _require_packed_data(recipe: Recipe, meta_model: models.MetaModel) -> None:
+    """Raise `UserError` if `model.cache_frozen_prefix` is not supported for the objective or the model."""
+    reason = f"does not pack: {meta_model.packing.unpacked_reason}" if not meta_model.packing.packs else ""
+    if recipe.data == "prompts":
+        reason = f"learns by {recipe.name} from completions, which differ in each step"
+    if reason:
+        raise UserError(f"model.cache_frozen_prefix: expected false, since the model {reason}, got true")
 
 
 def _plan_context_parallel(

@@ -14,6 +14,7 @@ The training loop calls the hooks of the callbacks in this order:
     FitCostModel                                fits the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     DiLoCo                                      merges the models of islands that train apart
+    PrefixCache                                 makes hidden states of frozen layers visible to all ranks
     ThroughputMetrics, RunInfo                  add time, epoch, speed per rank, peak memory, and the ranks
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
     NonFiniteReport                             can end the run after the step is logged
@@ -43,6 +44,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import TrainingError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import flatten_config
+from odc_mpi.models.frozen_prefix import prefix_units
 from odc_mpi.models.quantization.quantize import share_reads
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
@@ -61,6 +63,7 @@ from odc_mpi.training.loop import Trainer
 from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
+from odc_mpi.training.rundir.prefix_cache import PrefixCache, open_prefix
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
     ResumePoint,
@@ -84,6 +87,7 @@ class Run:
     def __init__(self, context: RunContext, stack: ExitStack) -> None:
         self._context, config, world, resume_point = context, context.config, context.world, context.resume_point
         self._metadata = run_metadata(config, world, context.inputs, resume_point)
+        context.prefix = open_prefix(context, self._metadata)
         self._trainer = trainer = stack.enter_context(build_trainer(context))
         model, run_dir = trainer.model, Path(config.run.dir)
         trainer.callbacks.insert(0, StartReport(world, context.start_times, model.spans))
@@ -227,6 +231,8 @@ def build_trainer(context: RunContext) -> Trainer:
     completed_steps = min(resume_point.step, config.run.steps - 1) if resume_point else 0
     trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)
     context.add_callbacks(trainer)
+    if context.prefix:
+        trainer.callbacks.append(PrefixCache(context, model, context.prefix))
     if resume_point:
         world.run_on_all(lambda: _restore(trainer, resume_point, world.rank))
     return trainer
@@ -256,9 +262,11 @@ def _shard(context: RunContext) -> ShardedModel:
         continues = resume_point.continues_island(context.part)
         weights = DeferredErrorWeights(resume_point.checkpoint, weights, continues=continues)
     param_dtype, reduce_dtype = _dtypes(config, inputs.model)
+    module = inputs.model.module
     model = shard_model(
-        inputs.model.module,
+        module,
         world,
+        units=prefix_units(module) if inputs.prefix else None,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         activation_checkpointing=config.model.gradient_checkpointing is True,

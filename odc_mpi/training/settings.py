@@ -67,6 +67,15 @@ _CONTEXT_PARALLEL_CONFLICTS = Conflicts(
 QUANTIZATION_CONFLICTS = Conflicts(
     "model.load_in_4bit", bool, {"model.compile": ((False,), "weights are dequantized outside of compiled kernels")}
 )
+_PREFIX_CONFLICTS = Conflicts(
+    "model.cache_frozen_prefix",
+    bool,
+    {
+        "data.context_parallel": (("off",), "what is stored is computed for unsplit sequences"),
+        "model.compile": ((False,), "compiled layers cannot be left out"),
+        "islands.by": (("off",), "islands do not share what they store"),
+    },
+)
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SHARE = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -98,6 +107,9 @@ class ModelConfig:
     load_in_4bit: Annotated[bool, "with lora.r: quantize the frozen linear layers with bitsandbytes; docs/lora.md"] = (
         False
     )
+    cache_frozen_prefix: Annotated[
+        bool, "with lora.r: compute the frozen layers before the first trained one once; docs/lora.md"
+    ] = False
     bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], "load_in_4bit: code of the weights"] = "nf4"
     bnb_4bit_use_double_quant: Annotated[bool, "load_in_4bit: quantize the scales of the weights, too"] = True
 
@@ -326,7 +338,7 @@ def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
 def _conflicts(recipe: Recipe) -> list[Conflicts]:
     """Return all combinations of settings that a run with this recipe does not support."""
     exact = Conflicts("run.exact", bool, {**_ALLOWED_IF_EXACT, **recipe.allowed_if_exact})
-    others = (_CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS, *WEIGHT_CONFLICTS)
+    others = (_CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS, _PREFIX_CONFLICTS, *WEIGHT_CONFLICTS)
     return [recipe.conflicts, ISLAND_CONFLICTS, exact, *others]
 
 
@@ -349,11 +361,12 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     recipe.check(values, source)
     check_islands(values, source)
     if values.get("lora.r") is None:
-        if values.get("model.load_in_4bit"):
-            raise UserError(
-                f"{source}: model.load_in_4bit requires lora.r, because 4-bit weights are frozen: set lora.r, the rank "
-                "of the adapters that train, or remove model.load_in_4bit"
-            )
+        for key, frozen in (("model.load_in_4bit", "4-bit weights"), ("model.cache_frozen_prefix", "these layers")):
+            if values.get(key):
+                raise UserError(
+                    f"{source}: {key} requires lora.r, because {frozen} are frozen: set lora.r, the rank of the "
+                    f"adapters that train, or remove {key}"
+                )
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != all_settings()[key].default for key in present):
             raise UserError(f"{source}: {present[0]} requires lora.r: set lora.r, the rank of the adapters")

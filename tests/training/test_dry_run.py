@@ -45,6 +45,10 @@ def test_a_dry_run_prints_memory_and_steps_and_writes_nothing(tmp_path, capsys, 
     assert files(tmp_path) == before
     assert cli.main(["train", "--config", str(path), "--dry-run", "--run.num_train_epochs", "4"]) == 0
     assert "of a microbatch of 55 tokens" in capsys.readouterr().out
+    frozen = ("--lora.r=2", "--lora.target_modules=[q_proj]", "--lora.layers_to_transform=[1]")
+    assert cli.main(["train", "--config", str(path), "--dry-run", "--model.cache_frozen_prefix", *frozen]) == 0
+    assert "\nprefix  layers 0 to 0 of 2 are computed once: 0.0 MiB for 55 tokens in " in capsys.readouterr().out
+    assert files(tmp_path) == before
     user_error(capsys, "train", "--config", path, "--ranks", 2, words="--ranks: only for --dry-run")
     assert cli.main(["train", "--config", str(path), "--dry-run", "--data.max_tokens_per_microbatch", "9"]) == 2
 

@@ -306,6 +306,12 @@ def test_user_errors_in_a_file(write, text, expected):
         ("--data.context_parallel=auto", "data.balance: expected dynamic with data.context_parallel auto, got"),
         ("--data.context_parallel=auto --data.balance=dynamic --model.compile",
          "model.compile: expected false with data.context_parallel auto, got true"),
+        *((f"--lora.r=4 --model.cache_frozen_prefix {setting}", f"{name}: expected {wanted} with model.cache_")
+          for setting, name, wanted in (("--model.compile", "model.compile", "false"),
+                                        ("--islands.by=2", "islands.by", "off"),
+                                        ("--data.context_parallel=auto --data.balance=dynamic", "data.context_parallel",
+                                         "off"))),
+        ("--model.cache_frozen_prefix", "model.cache_frozen_prefix requires lora.r, because these layers are frozen"),
         (f"--islands.by node {GRPO} --data.path p.jsonl", "islands.by: expected off with run.objective grpo, got node"),
         ("--islands.by=2 --data.context_parallel=auto", "data.context_parallel: expected off with isl"),
         ("--islands.mode=outer", "islands.mode: outer requires islands, got none: set islands.by"),

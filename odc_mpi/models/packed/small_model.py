@@ -16,7 +16,7 @@ import transformers
 #: Settings that are divided by the same factor. It divides the model's width and all numbers of heads.
 _SCALED = {
     "widths": "hidden_size n_embd d_model intermediate_size ffn_dim n_inner block_ff_dim attention_hidden_size "
-    "lru_width mamba_d_ssm moe_intermediate_size shared_expert_intermediate_size",
+    "lru_width mamba_d_ssm word_embed_proj_dim moe_intermediate_size shared_expert_intermediate_size",
     "heads": "num_attention_heads n_head n_heads num_heads mamba_n_heads mamba_num_heads n_mamba_heads "
     "linear_num_value_heads",
     "groups of heads": "num_key_value_heads n_groups mamba_n_groups mamba_ngroups linear_num_key_heads",

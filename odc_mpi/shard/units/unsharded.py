@@ -118,6 +118,10 @@ class UnshardedUnits:
             for unit in self.units:
                 self.unshard(unit)
 
+    def forget_order(self) -> None:
+        """Forget in which order units were used, so that none is prefetched that the next pass does not use."""
+        self._predictor = PrefetchPredictor()
+
     def clear(self) -> None:
         """Reshard all units and free their buffers. One-sided."""
         self.reshard_all()

@@ -17,6 +17,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.exact import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.recipes import recipe_of
+from odc_mpi.training.rundir.prefix_cache import describe_prefix
 from odc_mpi.training.rundir.resume import resolve_steps
 from odc_mpi.training.settings import Config
 from odc_mpi.training.start.memory_estimate import (
@@ -48,11 +49,12 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
         inputs = open_inputs(config, 0, island_size, Part(0, size // island_size))
         base_bytes = peak_resident_bytes()
         full = resolve_steps(config, inputs)
+        prefix_lines = [f"prefix  {describe_prefix(full, inputs)}"] if inputs.prefix else []
         size_lines = _describe_size(full, inputs, size)  # before plans are inspected, which advances the loader
         sequences, microbatch, accumulates = _inspect_plans(inputs, full)
         parts = estimate_memory(full, inputs.model, size, local_size, sequences, accumulates=accumulates)
         parts.insert(0, MemoryPart("Python and its libraries", base_bytes))
-        print("\n".join([*size_lines, *_table(parts)]))
+        print("\n".join([*size_lines, *prefix_lines, *_table(parts)]))
         if size > local_size and full.run.device == "cpu" and (num_bytes := frozen_bytes(inputs.model)):
             on_node = holds_frozen_on_node(full, inputs.model, size, local_size)
             print(f"frozen parameters: {describe_frozen(num_bytes, size, local_size, on_node=on_node)}")

@@ -19,6 +19,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import Inputs, pads_rows
 from odc_mpi.training.recipes import recipe_of
+from odc_mpi.training.rundir.prefix_cache import describe_prefix
 from odc_mpi.training.rundir.resume import start_line
 from odc_mpi.training.settings import Config, default_learning_rate
 
@@ -51,6 +52,7 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
         **({} if packing.packs else {"packing": f"off, {_describe_unpacked(inputs)}: {packing.unpacked_reason}"}),
+        **({"prefix": _describe_prefix(context)} if context.prefix else {}),
         **({"attn": "eager, because the scores have soft caps"} if packing.soft_caps else {}),
         **({"cp": _describe_context_parallel(inputs.context_parallel)} if inputs.context_parallel else {}),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
@@ -72,6 +74,11 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
     if resume_point and "islands" in resume_point.metadata and not resume_point.continues_island(context.part):
         start += "; begins with the merged parameters, and the optimizer state of one island"
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
+
+
+def _describe_prefix(context: RunContext) -> str:
+    assert context.prefix is not None
+    return f"{describe_prefix(context.config, context.inputs)}, {context.prefix.store.num_tokens:,} stored"
 
 
 def _describe_unpacked(inputs: Inputs) -> str:

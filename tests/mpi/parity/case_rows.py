@@ -228,6 +228,8 @@ EXACT = [
     row("dropout, tied", 3, way=COPIED, **USUAL, model__config__attention_dropout=0.2,
         model__config__tie_word_embeddings="true"),
     row("lora", 3, way=COPIED, **USUAL, **LORA, lora__dropout=0.1),
+    row("lora, frozen layers computed once", 3, way=COPIED | {"comm__prefetch": 2}, **USUAL | {"run__steps": 7}, **LORA,
+        lora__target_modules="[q_proj,v_proj]", lora__layers_to_transform="[2]", model__cache_frozen_prefix="true"),
     row("ranks without a microbatch", 2, 3, way=TICKETS, **USUAL | {"data__minibatch_sequences": 1}),
     row("slow ranks", 2, using=(at.slow_microbatches,), way=TICKETS | {"comm__prefetch": 2}, **USUAL),
     row("islands in place", 3, 4, way=IN_PLACE | {"islands__by": 1}, **USUAL, **CLIPPED),

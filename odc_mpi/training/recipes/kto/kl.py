@@ -7,6 +7,7 @@ their first backward pass: K in docs/ordering.md.
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ class KLEstimator:
         packs = context.inputs.model.packing.packs
         self._strategy = find_strategy("dynamic", self._cost_model, exact=config.run.exact, packs=packs)
         self._tickets = Tickets(context.world)
+        self._mismatched = context.prefix.without_storing if context.prefix else nullcontext
 
     def estimate(self, minibatch: PlannedMinibatch) -> float:
         """Return the estimate for a minibatch, which is equal on all ranks. Collective.
@@ -55,7 +57,7 @@ class KLEstimator:
         groups = _Mismatched(minibatch, self._max_length)
         plan = self._strategy(groups.lengths, self._size, self._max_tokens, self._cost_model)
         total, count = 0.0, 0
-        with torch.no_grad(), self._model.activity("estimating the KL divergence"):
+        with torch.no_grad(), self._model.activity("estimating the KL divergence"), self._mismatched():
             claimed = (plan.pool[ticket] for ticket in (self._tickets.draw(len(plan.pool)) if plan.pool else ()))
             for positions in itertools.chain(filter(None, plan.microbatches[self._rank]), claimed):
                 microbatch = pack_groups([groups.read(position) for position in positions])
