@@ -37,8 +37,8 @@ def build_rollouts(
     changed = [f"rl.{name} {getattr(rl, name):g}" for name, off in limits.items() if getattr(rl, name) != off]
     if world.rank == 0 and changed:
         warn(
-            f"WARNING: {' and '.join(changed)}: completions are sampled from another distribution than the policy's, so "
-            "training is not strictly on-policy"
+            f"WARNING: {' and '.join(changed)}: completions are sampled from another distribution than the policy's, "
+            "so training is not strictly on-policy"
         )
     model.eval()  # with dropout, the trained policy would differ from the one that generates
     objective = make_objective()
