@@ -1,7 +1,6 @@
 """On-policy distillation: completions of the model are scored token by token by a larger model, the teacher."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from odc_mpi.models.build import MetaModel
     from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
-    from odc_mpi.training.settings import Config, ModelConfig
+    from odc_mpi.training.settings import Config
 
 _NOT_TRAINED = "the teacher is what is learned from; rewards are only reported"
 
@@ -46,27 +45,17 @@ class Distill(RolloutRecipe):
 
     @override
     def teacher(self, config: "Config") -> "MetaModel":
-        from odc_mpi.training.inputs import build_model
+        from odc_mpi.training.recipes.distill.teacher import build_teacher
 
-        return build_model(_teacher_config(config), config.run.seed)
+        return build_teacher(config)
 
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
         from odc_mpi.training.recipes.distill.objective import DistillObjective
-        from odc_mpi.training.recipes.distill.teacher import check_teacher
-        from odc_mpi.training.recipes.rollouts.build import build_rollouts, num_groups
-        from odc_mpi.training.reference_policy import frozen_policy
+        from odc_mpi.training.recipes.distill.teacher import teacher_policy
+        from odc_mpi.training.recipes.rollouts.build import build_rollouts
 
-        config = context.config
-
-        def objective() -> DistillObjective:
-            teacher = context.world.run_on_all(lambda: self.teacher(config))
-            context.world.run_on_all(lambda: check_teacher(config, teacher, context.inputs))
-            policy = frozen_policy(context, model, teacher)
-            return DistillObjective(model.module, config.rl, num_groups(config), policy)
+        def objective(num_groups: int) -> DistillObjective:
+            return DistillObjective(model.module, context.config.rl, num_groups, teacher_policy(context, model))
 
         return build_rollouts(context, model, objective, trains_all=True)
-
-
-def _teacher_config(config: "Config") -> "ModelConfig":
-    return replace(config.model, path=config.rl.teacher_path, config=None, load_in_4bit=False)

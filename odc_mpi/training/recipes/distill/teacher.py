@@ -1,39 +1,47 @@
-"""Checks that a teacher can score the tokens of the model that learns from it."""
+"""The teacher of distillation: another model, frozen, with the vocabulary of the model that learns from it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import MetaModel
-from odc_mpi.training.inputs import Inputs, find_tokenizer
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.context import RunContext
+from odc_mpi.training.inputs import Inputs, build_model, find_tokenizer
+from odc_mpi.training.reference_policy import ReferenceFn, frozen_policy
 from odc_mpi.training.settings import Config
 
-_REMEDY = "set rl.teacher_path to a model of the same family"
+
+def build_teacher(config: Config) -> MetaModel:
+    """Build the model in `rl.teacher_path` on the meta device."""
+    model = replace(config.model, path=config.rl.teacher_path, config=None, load_in_4bit=False)
+    return build_model(model, config.run.seed)
 
 
-def check_teacher(config: Config, teacher: MetaModel, inputs: Inputs) -> None:
+def teacher_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
+    """Shard the teacher beside `model`. Return a one-sided function that computes log-probabilities. Collective."""
+    config, world = context.config, context.world
+    teacher = world.run_on_all(lambda: build_teacher(config))
+    world.run_on_all(lambda: _check(config, teacher, context.inputs))
+    return frozen_policy(context, model, teacher)
+
+
+def _check(config: Config, teacher: MetaModel, inputs: Inputs) -> None:
     """Raise `UserError` unless the teacher has the vocabulary and positions of the model, and is not quantized."""
-    path = config.rl.teacher_path
+    path, model = config.rl.teacher_path, inputs.model
     assert path is not None, "required by the recipe"
-    if teacher.adapter or teacher.quantization:
-        raise UserError(
-            f"rl.teacher_path: expected a full model, got {path} with adapters or quantized weights: export it with "
-            "odc-mpi export --merge"
-        )
-    if teacher.vocab_size != inputs.model.vocab_size:
-        raise UserError(
-            f"rl.teacher_path: expected {inputs.model.vocab_size} tokens, as many as the model has, got {path} with "
-            f"{teacher.vocab_size}: {_REMEDY}"
-        )
     tokenizer = find_tokenizer(Path(path), "rl.teacher_path")
-    if tokenizer is not None and vocabulary_digest(tokenizer.get_vocab()) != inputs.dataset.vocabulary:
-        raise UserError(
-            f"rl.teacher_path: expected the tokenizer of the prompts, got another vocabulary in {path}: {_REMEDY}"
-        )
     positions = getattr(teacher.module.config, "max_position_embeddings", None)
     longest = max(int(data.lengths.max()) for data in inputs.datasets.values()) + config.rl.max_completion_length
-    if positions is not None and longest > positions:
-        raise UserError(
-            f"rl.teacher_path: expected a model for prompts and completions of {longest} tokens, got {path} for "
-            f"{positions}: lower rl.max_completion_length, or remove the longest prompts"
-        )
+    problem = ""
+    if teacher.adapter or teacher.quantization:
+        problem = "a model without adapters and 4-bit weights (odc-mpi export --merge)"
+    elif teacher.vocab_size != model.vocab_size:
+        problem = f"{model.vocab_size} tokens, as many as the model has, got {teacher.vocab_size}"
+    elif tokenizer is not None and vocabulary_digest(tokenizer.get_vocab()) != inputs.dataset.vocabulary:
+        problem = "the tokenizer of the prompts, got another vocabulary"
+    elif positions is not None and longest > positions:
+        problem = f"positions for prompts and completions of {longest} tokens, got {positions}"
+    if problem:
+        raise UserError(f"rl.teacher_path: {path}: expected {problem}: set it to another model of the same family")

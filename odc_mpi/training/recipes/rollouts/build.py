@@ -12,16 +12,15 @@ from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
 from odc_mpi.training.recipes.rollouts.objective import RolloutObjective
 from odc_mpi.training.recipes.rollouts.source import RolloutSource
-from odc_mpi.training.settings import Config
 
 
 def build_rollouts(
-    context: RunContext, model: ShardedModel, make_objective: Callable[[], RolloutObjective], *, trains_all: bool
+    context: RunContext, model: ShardedModel, make_objective: Callable[[int], RolloutObjective], *, trains_all: bool
 ) -> Parts:
     """Build the minibatch source, the objective and the other callbacks of a run. Collective.
 
-    `make_objective` is called once the reward functions are loaded, and may be collective. `trains_all` is True if
-    completions without an advantage are trained, too.
+    `make_objective` receives the largest number of prompt groups in a minibatch once the reward functions are loaded,
+    and may be collective. `trains_all` is True if completions without an advantage are trained, too.
     """
     config, world, inputs = context.config, context.world, context.inputs
     rl = config.rl
@@ -41,14 +40,9 @@ def build_rollouts(
             "so training is not strictly on-policy"
         )
     model.eval()  # with dropout, the trained policy would differ from the one that generates
-    objective = make_objective()
+    objective = make_objective(config.data.minibatch_sequences // rl.num_generations)
     source = RolloutSource(context, model, names, rewards_of, trains_all=trains_all)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(context, model, inputs.evaluation, rewards_of))
     return Parts(objective, callbacks, source)
-
-
-def num_groups(config: Config) -> int:
-    """Return the largest number of prompt groups in a minibatch."""
-    return config.data.minibatch_sequences // config.rl.num_generations

@@ -35,10 +35,7 @@ _WEIGHT_NAMES = ("ratio_sum", "ratio_min", "ratio_max", "ratios_too_low", "ratio
 
 
 class TokenTerms(NamedTuple):
-    """Terms of a microbatch: the advantage of each token, a loss to add to that of each token, and statistics.
-
-    All tensors are `[K]`, the statistics scalars. `penalties` is None if no loss is added.
-    """
+    """Advantages of tokens, losses to add to theirs, both float `[K]`, and statistics, scalars, of a microbatch."""
 
     advantages: torch.Tensor
     penalties: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from odc_mpi.setting_types import (
     Check,
     Size,
 )
-from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
+from odc_mpi.training.parsing.conflicts import Conflicts
 
 _OF_PROMPTS = ("messages", "tools", "add_generation_prompt")
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
@@ -26,6 +26,8 @@ _VARIABLES = Check(
     lambda value: all(name.isidentifier() and name not in _OF_PROMPTS for name in value),
 )
 _WORKERS = Check("from 0 to 256", lambda value: 0 <= value <= 256)
+_OF_WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max", "epsilon", "epsilon_high")
+_NO_EFFECT = "it has no effect"
 _STORE_BYTES = Size(16 << 20)
 
 
@@ -82,22 +84,12 @@ class RLConfig:
     log_completions: Annotated[int, "steps between printed and recorded completions; 0: none", NOT_NEGATIVE] = 0
 
 
-_CLIP: Allowed = {
-    "rl.epsilon": ((RLConfig.epsilon,), "only clip has this bound"),
-    "rl.epsilon_high": ((RLConfig.epsilon_high,), "only clip has this bound"),
-}
-_LIMIT: Allowed = {"rl.importance_sampling_clip_max": ((RLConfig.importance_sampling_clip_max,), "it has no effect")}
-_ON_POLICY = "without old completions it has no effect"
-#: Settings for weights of old tokens that have no effect.
-WEIGHT_CONFLICTS = (
-    Conflicts(
-        "rl.max_staleness",
-        lambda value: value == 0,
-        {
-            f"rl.{name}": ((getattr(RLConfig, name),), _ON_POLICY)
-            for name in ("importance_sampling_mode", "importance_sampling_clip_max", "epsilon", "epsilon_high")
-        },
-    ),
-    Conflicts("rl.importance_sampling_mode", "clip".__ne__, _CLIP),
-    Conflicts("rl.importance_sampling_mode", "none".__eq__, _LIMIT),
+#: Settings for the weights of old tokens that have no effect.
+WEIGHT_CONFLICTS = tuple(
+    Conflicts(f"rl.{setting}", applies, {f"rl.{name}": ((getattr(RLConfig, name),), _NO_EFFECT) for name in names})
+    for setting, applies, names in (
+        ("max_staleness", lambda value: value == 0, _OF_WEIGHTS),
+        ("importance_sampling_mode", "clip".__ne__, ("epsilon", "epsilon_high")),
+        ("importance_sampling_mode", "none".__eq__, ("importance_sampling_clip_max",)),
+    )
 )
