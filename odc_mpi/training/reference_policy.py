@@ -43,7 +43,7 @@ def frozen_policy(context: RunContext, model: ShardedModel, meta_model: MetaMode
     policy = shard_model(
         meta_model.module,
         context.world,
-        param_dtype=getattr(torch, config.model.param_dtype),
+        param_dtype=None if meta_model.adapter else getattr(torch, config.model.param_dtype),
         weights=meta_model.weights,
         comm=replace(context.decision, settings=replace(context.decision.settings, gradient_cache_bytes=0)),
         device=config.run.device,

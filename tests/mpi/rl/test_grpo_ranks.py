@@ -26,11 +26,13 @@ from number_words import number_words
 from packed_models import greedy_completion
 from small_training import QWEN2, train_to_the_end
 
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models import families
 from odc_mpi.models.decoding import Prompt
+from odc_mpi.models.export import export
 from odc_mpi.rollout.decode import sample
 from odc_mpi.rollout.sampling import RolloutSamplingParams
 from odc_mpi.training import run as training_run
@@ -275,6 +277,22 @@ def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, cha
     with pytest.raises(AllRanksUserError, match=words):
         train(make_settings(grpo_dir, run__dir=grpo_dir / "refused", **changes), world)
     assert not (grpo_dir / "refused").exists()
+
+
+@pytest.mark.sizes(2)
+def test_a_teacher_with_adapters_is_that_of_its_merged_weights(world, run, grpo_dir, teacher_dir):
+    adapters = {"lora__r": 4, "optim__learning_rate": 0.1, "run__steps": 1, "optim__warmup_steps": 0}
+    run("adapters", **adapters, model__path=teacher_dir)
+    if world.rank == 0:
+        with open_newest_checkpoint(run.base / "adapters") as checkpoint:
+            export(checkpoint, run.base / "merged", merge=True)
+        (run.base / "merged" / "tokenizer.json").unlink()  # beside qwen2, transformers changes its vocabulary
+    world.gather_objects(None)
+    found = [
+        run(f"from_{path.name}", **distillation(path), run__steps=1)[0][0]["kl"]
+        for path in (run.base / "adapters", run.base / "merged", teacher_dir)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5) != pytest.approx(found[2], rel=1e-3)
 
 
 @pytest.mark.sizes(2)

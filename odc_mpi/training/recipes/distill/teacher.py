@@ -1,43 +1,41 @@
 """The teacher of distillation: another model, frozen, with the vocabulary of the model that learns from it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import MetaModel
+from odc_mpi.models.load import load_model
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.inputs import Inputs, build_model, find_tokenizer
+from odc_mpi.training.inputs import Inputs, find_tokenizer
 from odc_mpi.training.reference_policy import ReferenceFn, frozen_policy
 from odc_mpi.training.settings import Config
 
 
-def build_teacher(config: Config) -> MetaModel:
-    """Build the model in `rl.teacher_path` on the meta device."""
-    model = replace(config.model, path=config.rl.teacher_path, config=None, load_in_4bit=False)
-    return build_model(model, config.run.seed)
+def build_teacher(config: Config, rank: int = 0, size: int = 1) -> MetaModel:
+    """Build the model in `rl.teacher_path` on the meta device. If it has adapters, each rank verifies a share."""
+    assert config.rl.teacher_path is not None, "required by the recipe"
+    return load_model(Path(config.rl.teacher_path), rank, size, config.model.attn_implementation)
 
 
 def teacher_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
     """Shard the teacher beside `model`. Return a one-sided function that computes log-probabilities. Collective."""
     config, world = context.config, context.world
-    teacher = world.run_on_all(lambda: build_teacher(config))
+    teacher = world.run_on_all(lambda: build_teacher(config, world.rank, world.size))
     world.run_on_all(lambda: _check(config, teacher, context.inputs))
     return frozen_policy(context, model, teacher)
 
 
 def _check(config: Config, teacher: MetaModel, inputs: Inputs) -> None:
-    """Raise `UserError` unless the teacher has the vocabulary and positions of the model, and is not quantized."""
+    """Raise `UserError` unless the teacher has the vocabulary of the model, and positions for all completions."""
     path, model = config.rl.teacher_path, inputs.model
     assert path is not None, "required by the recipe"
     tokenizer = find_tokenizer(Path(path), "rl.teacher_path")
     positions = getattr(teacher.module.config, "max_position_embeddings", None)
     longest = max(int(data.lengths.max()) for data in inputs.datasets.values()) + config.rl.max_completion_length
     problem = ""
-    if teacher.adapter or teacher.quantization:
-        problem = "a model without adapters and 4-bit weights (odc-mpi export --merge)"
-    elif teacher.vocab_size != model.vocab_size:
+    if teacher.vocab_size != model.vocab_size:
         problem = f"{model.vocab_size} tokens, as many as the model has, got {teacher.vocab_size}"
     elif tokenizer is not None and vocabulary_digest(tokenizer.get_vocab()) != inputs.dataset.vocabulary:
         problem = "the tokenizer of the prompts, got another vocabulary"
