@@ -62,7 +62,8 @@ class Packing:
         if config is None or getattr(config, "output_router_logits", False):
             return False  # padding would count in the loss of the routers
         # Rotary frequencies of some types depend on the length of the row.
-        return not {"longrope", "dynamic"} & _all_rope_types(config) and equals_single_sequences(config)
+        depends = not {"longrope", "dynamic"}.isdisjoint(rope_types(config.to_dict()))
+        return not depends and equals_single_sequences(config)
 
 
 def build_for_training(
@@ -101,7 +102,7 @@ def build_for_training(
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
     """Return the reason if the class, configuration or modules of a model rule out packing, otherwise None."""
     config = module.config.get_text_config()
-    if "longrope" in _all_rope_types(config):
+    if "longrope" in rope_types(config.to_dict()):
         return "its rotary frequencies depend on the length of the sequence"
     mixing = {type(each).__name__ for each in module.modules() if isinstance(each, _MIXING_MODULES)}
     layer_types = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
@@ -136,10 +137,6 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
             if len({layer for layer, _ in calls}) < num_layers:
                 return Packing("not all of its layers call the attention function")
     return Packing(soft_caps=any(has_soft_cap for _, has_soft_cap in calls))
-
-
-def _all_rope_types(config: Any) -> set[str]:
-    return set(rope_types(config.to_dict()))
 
 
 def rope_types(content: Any) -> Iterator[str]:

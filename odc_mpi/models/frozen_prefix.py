@@ -16,41 +16,27 @@ import torch
 from torch import nn
 
 from odc_mpi.data.dataset.hidden_states import KEY_BYTES, HiddenStates
-from odc_mpi.errors import UserError, one_line_message, warn
+from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.heads import replaced_forwards
 from odc_mpi.models.packed.small_model import random_tokens, small_model
 
-_SETTING = "model.cache_frozen_prefix"
 #: Types in which values are stored, by the bytes of a value: NumPy has no bfloat16.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Frozen layers at the beginning of a model.
-
-    Attributes:
-        num_layers: Number of layers in the prefix.
-        num_all_layers: Number of layers in the model.
-        width: Number of values that the prefix computes for each token.
-        in_tuple: True if a layer returns its output as the first element of a tuple.
-    """
+    """Number of frozen layers at the beginning of a model, of all layers, and of the values that a layer returns."""
 
     num_layers: int
     num_all_layers: int
     width: int
-    in_tuple: bool
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
-    """Return the layers of a model. Raises `UserError` if they are not in one list."""
+    """Return the layers of a model, which transformers has in a list."""
     count = module.config.get_text_config().num_hidden_layers
-    for each in module.modules():
-        if isinstance(each, nn.ModuleList) and len(each) == count:
-            return each
-    raise UserError(
-        f"{_SETTING}: expected false for {type(module).__name__}, whose layers are not in one list, got true"
-    )
+    return next(each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
 
 
 def prefix_units(module: Any) -> list[type | nn.Module]:
@@ -64,65 +50,49 @@ def find_prefix(module: Any) -> Prefix:
     Raises `UserError` if there is none, if it has dropout, or if later layers need more than its output.
     """
     layers, config = decoder_layers(module), module.config.get_text_config()
-    trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
-    num_layers = trained.index(True) if True in trained else len(layers)
-    first = next(layers.parameters())
-    for parameter in module.parameters():
-        if parameter is first:
-            break
-        num_layers = 0 if parameter.requires_grad else num_layers
-    if not num_layers:
-        raise UserError(
-            f"{_SETTING}: expected frozen layers before the first trained parameter, got none: set "
-            "lora.layers_to_transform to the last layers, or the setting to false"
-        )
-    if getattr(config, "output_router_logits", False):
-        raise UserError(
-            f"{_SETTING}: expected false with model.config.output_router_logits, whose loss needs all layers"
-        )
+    order = {parameter: i for i, parameter in enumerate(module.parameters())}
+    first = min((i for parameter, i in order.items() if parameter.requires_grad), default=len(order))
+    num_layers = sum(all(order[parameter] < first for parameter in layer.parameters()) for layer in layers)
     try:
-        in_tuple = _try_prefix(config, num_layers)
+        if getattr(config, "output_router_logits", False):
+            raise UserError("with output_router_logits, the loss needs all layers")
+        if not num_layers:
+            raise UserError("no layer is before the first trained parameter: set lora.layers_to_transform")
+        _try_prefix(config, num_layers)
     except Exception as error:  # transformers raises exceptions of many kinds for a configuration that it cannot use
         reason = one_line_message(error)
-        raise UserError(f"{_SETTING}: expected false for {type(module).__name__}, got true: {reason}") from error
-    return Prefix(num_layers, len(layers), config.hidden_size, in_tuple)
+        name = type(module).__name__
+        raise UserError(f"model.cache_frozen_prefix: expected false for {name}, got true: {reason}") from error
+    return Prefix(num_layers, len(layers), config.hidden_size)
 
 
-def _try_prefix(config: Any, num_layers: int) -> bool:
-    """Return True if layers return tuples. Raise `UserError` if the first ones cannot be replaced by their output."""
+def _try_prefix(config: Any, num_layers: int) -> None:
+    """Raise `UserError` if the first layers of a small copy of a model cannot be replaced by their output."""
     with small_model(config) as module, torch.no_grad():
-        outputs: list[Any] = []
-        tokens, layers = random_tokens(module, 12), decoder_layers(module)
-        layers[num_layers - 1].register_forward_hook(lambda *call: outputs.append(call[-1]))
+        outputs: list[torch.Tensor] = []
+        tokens, last = random_tokens(module, 12), decoder_layers(module)[num_layers - 1]
+        last.register_forward_hook(lambda *call: outputs.append(call[-1]))
         expected = module(input_ids=tokens, use_cache=False).logits
-        in_tuple = isinstance(outputs[0], tuple)
-        hidden = outputs[0][0] if in_tuple else outputs[0]
-        if hidden.shape != (1, 12, module.config.get_text_config().hidden_size):
+        if outputs[0].shape != (1, 12, module.config.get_text_config().hidden_size):
             raise UserError("its layers return more than hidden_size values for each token")
-        with replaced_forwards(_replacements(module, num_layers, hidden, in_tuple)):
+        with replaced_forwards(_replacements(module, num_layers, outputs[0])):
             found = module(input_ids=tokens, use_cache=False).logits
         if not torch.equal(found, expected):
             raise UserError(f"its later layers need more than the output of layer {num_layers - 1}")
         module.train()
-        first, second = ([module(input_ids=tokens, use_cache=False), outputs[-1]][-1] for _ in range(2))
-        if not torch.equal(*(each[0] if in_tuple else each for each in (first, second))):
+        for _ in range(2):
+            module(input_ids=tokens, use_cache=False)
+        if not torch.equal(*outputs[-2:]):
             raise UserError(f"its first {num_layers} layers have dropout or noise: set it to 0 in model.config")
-    return in_tuple
 
 
-def _replacements(
-    module: Any, num_layers: int, hidden: torch.Tensor, in_tuple: bool
-) -> Mapping[nn.Module, Callable[..., Any]]:
+def _replacements(module: Any, num_layers: int, hidden: torch.Tensor) -> Mapping[nn.Module, Callable[..., Any]]:
     """Return forward methods for the embedding and the first layers, of which the last one returns `hidden`."""
     layers = list(decoder_layers(module)[:num_layers])
-
-    def result(states: torch.Tensor) -> Any:
-        return (states,) if in_tuple else states
-
     return {
         module.get_input_embeddings(): lambda *_, **__: torch.zeros_like(hidden),
-        **dict.fromkeys(layers, lambda states, *_, **__: result(states)),
-        layers[-1]: lambda *_, **__: result(hidden),
+        **dict.fromkeys(layers, lambda states, *_, **__: states),
+        layers[-1]: lambda *_, **__: hidden,
     }
 
 
@@ -142,24 +112,20 @@ def _sequence_keys(inputs: Mapping[str, Any], bounds: list[int]) -> list[bytes]:
 class FrozenPrefix:
     """Computes the frozen prefix of a model, sharded or not, once for each sequence.
 
-    Args:
-        module: Model that trains on packed sequences. Hooks are added to it.
-        store: Hidden states that are stored and read.
-        dtype: Dtype of the hidden states.
+    Hooks are added to `module`, which trains on packed sequences. Hidden states have the type `dtype`.
 
     Attributes:
+        store: Hidden states that are stored and read.
         on_switch: Function to call when a forward pass uses other layers than the one before.
     """
 
     def __init__(self, module: Any, prefix: Prefix, store: HiddenStates, dtype: torch.dtype) -> None:
-        self._module, self._prefix, self.store, self._dtype = module, prefix, store, dtype
+        self._module, self._num_layers, self.store, self._dtype = module, prefix.num_layers, store, dtype
         self.on_switch: Callable[[], None] = lambda: None
         self._stores, self._reads = True, False
         # Of the running forward pass: keys and bounds of the sequences to store, and replaced forward methods.
         self._missing: tuple[list[bytes], list[int]] | None = None
         self._replaced = ExitStack()
-        # Of the latest microbatch that was read, since a reference model reads it, too.
-        self._latest: tuple[list[bytes], torch.Tensor | None] = [], None
         module.register_forward_pre_hook(self._begin, with_kwargs=True)
         module.register_forward_hook(self._end, always_call=True)
         decoder_layers(module)[prefix.num_layers - 1].register_forward_hook(self._store)
@@ -173,28 +139,18 @@ class FrozenPrefix:
         finally:
             self._stores = True
 
-    def refresh(self) -> None:
-        """Find what other ranks have stored. See `HiddenStates`."""
-        self.store.refresh()
-        self._latest = [], None
-
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if (given := kwargs.get("cu_seq_lens_q")) is None:  # generation
             return
         bounds = given.tolist()
         keys = _sequence_keys(kwargs, bounds)
-        if keys != self._latest[0]:
-            values = self.store.read(keys)
-            states = None if values is None else torch.from_numpy(values).view(self._dtype)[None]
-            self._latest = keys, None if states is None else states.to(kwargs["input_ids"].device)
-        hidden = self._latest[1]
-        if self._reads != (hidden is not None):
+        values = self.store.read(keys)
+        if self._reads != (values is not None):
             self._reads = not self._reads
             self.on_switch()
-        if hidden is not None:
-            prefix = self._prefix
-            forwards = _replacements(self._module, prefix.num_layers, hidden, prefix.in_tuple)
-            self._replaced.enter_context(replaced_forwards(forwards))
+        if values is not None:
+            hidden = torch.from_numpy(values).view(self._dtype)[None].to(kwargs["input_ids"].device)
+            self._replaced.enter_context(replaced_forwards(_replacements(self._module, self._num_layers, hidden)))
         elif self._stores:
             self._missing = keys, bounds
 
@@ -202,16 +158,13 @@ class FrozenPrefix:
         self._missing = None
         self._replaced.close()
 
-    def _store(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _store(self, layer: nn.Module, args: Any, hidden: torch.Tensor) -> None:
         if self._missing is None:
             return
-        keys, bounds = self._missing
-        hidden = output[0] if self._prefix.in_tuple else output
         if hidden.dtype is not self._dtype:
-            warn(f"WARNING: {_SETTING}: expected {self._dtype} from the frozen layers, got {hidden.dtype}: not stored")
-            self._stores = False
-            return
+            raise UserError(
+                f"model.cache_frozen_prefix: expected layers in {self._dtype}, got {hidden.dtype}: set false"
+            )
         rows = hidden[0].detach().cpu().view(_INTEGERS[self._dtype.itemsize]).numpy()
-        for key, (begin, end) in zip(keys, pairwise(bounds), strict=True):
-            if key not in self.store:
-                self.store.append(key, rows[begin:end])
+        for key, (begin, end) in zip(self._missing[0], pairwise(self._missing[1]), strict=True):
+            self.store.append(key, rows[begin:end])

@@ -25,7 +25,7 @@ from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import RESULT, SPEED, Metric
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.inputs import initial_cost_model, pads_rows
+from odc_mpi.training.inputs import initial_cost_model
 from odc_mpi.training.settings import RunConfig
 from odc_mpi.training.source import DamageFoundError, PlaceholderDataset
 
@@ -84,7 +84,7 @@ class ForwardPass:
         # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
         self._cost_model = initial_cost_model(config.data, inputs.model)
         self._max_tokens = config.data.max_tokens_per_microbatch
-        packs, rows = inputs.model.packing.packs, pads_rows(inputs.model, dataset)
+        packs, rows = inputs.model.packing.packs, dataset.kind == "sequences" and inputs.model.packing.pads_rows
         self._strategy = find_strategy("dynamic", self._cost_model, exact=config.run.exact, packs=packs, rows=rows)
         self._placeholders = PlaceholderDataset(dataset)
         self._tickets = Tickets(world)

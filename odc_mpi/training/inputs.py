@@ -25,7 +25,6 @@ from odc_mpi.models.heads import CAUSAL_LM, Task
 from odc_mpi.models.load import find_checkpoint, load_start
 from odc_mpi.models.quantization.quantize import quantize
 from odc_mpi.training.recipes import names_for, recipe_of
-from odc_mpi.training.recipes.recipe import Recipe
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
 #: Name of the tokenizer file in a transformers model directory.
@@ -96,8 +95,9 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
             f"run.objective: {recipe.name} has no loss of routers, but the model has output_router_logits: set "
             "model.config.output_router_logits to false"
         )
-    if config.model.cache_frozen_prefix:
-        _require_packed_data(recipe, meta_model)
+    reason = meta_model.packing.unpacked_reason if recipe.data != "prompts" else "completions differ in each step"
+    if reason and config.model.cache_frozen_prefix:
+        raise UserError(f"model.cache_frozen_prefix: expected false with this model and objective, got true: {reason}")
     if recipe.data == "prompts":
         return recipe.open_prompts(config, _with_adapters(meta_model, config), prompt_time)
     dataset = _open_dataset("data.path", config.data.path, config, meta_model)
@@ -117,7 +117,7 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
         context_parallel=isinstance(context_parallel, KVSizes),
         exact=config.run.exact,
         packs=meta_model.packing.packs,
-        rows=pads_rows(meta_model, dataset),
+        rows=recipe.data == "sequences" and meta_model.packing.pads_rows,
         part=part,
     )
     evaluation = None
@@ -131,15 +131,6 @@ def open_inputs(config: Config, rank: int, size: int, part: Part = WHOLE, prompt
                 "more data, raise data.eval_sequences, or set islands.by to larger islands"
             )
     return Inputs(dataset, meta_model, loader, evaluation, context_parallel, part=part, prefix=prefix)
-
-
-def _require_packed_data(recipe: Recipe, meta_model: models.MetaModel) -> None:
-    """Raise `UserError` if `model.cache_frozen_prefix` is not supported for the objective or the model."""
-    reason = f"does not pack: {meta_model.packing.unpacked_reason}" if not meta_model.packing.packs else ""
-    if recipe.data == "prompts":
-        reason = f"learns by {recipe.name} from completions, which differ in each step"
-    if reason:
-        raise UserError(f"model.cache_frozen_prefix: expected false, since the model {reason}, got true")
 
 
 def _plan_context_parallel(
@@ -183,11 +174,6 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
             f"{positions}: prepare the data with --max-length {positions}"
         )
     return dataset
-
-
-def pads_rows(meta_model: models.MetaModel, dataset: Dataset) -> bool:
-    """Return True if microbatches of a data set have several sequences, which the model computes in padded rows."""
-    return dataset.kind == "sequences" and meta_model.packing.pads_rows
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:

@@ -134,18 +134,17 @@ def rank_independent_packing(
     """Return a balance strategy whose microbatches are the same for any number of ranks, except with `rows_per_rank`.
 
     Microbatches are formed with the constant `packing_cost`. If `packs` is False or `name` is "local_sort", each
-    contains one sequence. The strategy's argument `cost` affects only the assignment to ranks. Raises a `UserError` if
-    `name` is "lb_micro". If `packs` is False, `rows_per_rank` is the number of microbatches of sequences of like length
-    for each rank (see `pack_rows`), or 0 for `SEQUENCES_PER_RANK` sequences in each, on any number of ranks.
+    contains one sequence or, with `rows_per_rank` (`ROWS_PER_RANK`, or 0), several (`pack_rows`). The strategy's
+    argument `cost` affects only the assignment to ranks. Raises a `UserError` if `name` is "lb_micro".
     """
 
     def pack(lengths: Lengths, size: int, max_tokens: int) -> tuple[SequenceIndices, ...]:
-        num_quarters = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
-        if rows_per_rank is not None:
-            return pack_rows(lengths, max_tokens, rows_per_rank * size or num_quarters)
-        if not packs:
+        count = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+        if packs:
+            return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, count)
+        if rows_per_rank is None:
             return tuple((i,) for i in range(len(lengths)))
-        return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, num_quarters)
+        return pack_rows(lengths, max_tokens, rows_per_rank * size or count)
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
         microbatches = pack(lengths, size, max_tokens)
@@ -168,18 +167,14 @@ def rank_independent_packing(
 
 
 def pack_rows(lengths: Lengths, max_tokens: int, count: int) -> tuple[SequenceIndices, ...]:
-    """Group sequences of like length into about `count` microbatches, or more, as rows that are padded to the longest.
+    """Group sequences of like length into about `count` microbatches, or more, of at most `max_tokens` padded tokens.
 
-    A row has at least the share `MIN_ROW_SHARE` of the tokens of the longest one. Microbatches have at most
-    `max_tokens` tokens with their padding, and about equally many.
+    Each sequence has at least the share `MIN_ROW_SHARE` of the tokens of the longest one in its microbatch.
     """
-    target = -(-int(lengths.sum()) // max(1, count))
-    bins: list[list[int]] = []
-    longest = 0
+    target, bins, longest = math.ceil(lengths.sum() / max(1, count)), list[list[int]](), 0
     for i in argsort_descending(lengths):
-        num_padded = longest * (len(bins[-1]) + 1) if bins else 0
-        fits = num_padded <= min(target + longest // 2, max_tokens)
-        if bins and fits and lengths[i] >= MIN_ROW_SHARE * longest:
+        fits = bool(bins) and longest * (len(bins[-1]) + 1) <= min(target + longest // 2, max_tokens)
+        if fits and lengths[i] >= MIN_ROW_SHARE * longest:
             bins[-1].append(i)
         else:
             bins.append([i])

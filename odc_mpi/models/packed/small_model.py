@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import transformers
 
-#: Settings that are divided by the same factor. It divides the model's width and all numbers of heads.
-_SCALED = {
-    "widths": "hidden_size n_embd d_model intermediate_size ffn_dim n_inner block_ff_dim attention_hidden_size "
-    "lru_width mamba_d_ssm word_embed_proj_dim moe_intermediate_size shared_expert_intermediate_size",
-    "heads": "num_attention_heads n_head n_heads num_heads mamba_n_heads mamba_num_heads n_mamba_heads "
-    "linear_num_value_heads",
-    "groups of heads": "num_key_value_heads n_groups mamba_n_groups mamba_ngroups linear_num_key_heads",
-}
+#: Settings that are divided by the same factor. It divides the model's width, which comes first, and numbers of heads.
+_WIDTHS = (
+    "hidden_size n_embd d_model intermediate_size ffn_dim n_inner block_ff_dim attention_hidden_size lru_width "
+    "mamba_d_ssm word_embed_proj_dim moe_intermediate_size shared_expert_intermediate_size"
+)
+_HEADS = (
+    "num_attention_heads n_head n_heads num_heads mamba_n_heads mamba_num_heads n_mamba_heads linear_num_value_heads"
+)
+_GROUPS = "num_key_value_heads n_groups mamba_n_groups mamba_ngroups linear_num_key_heads"
 #: Maximum values of other settings.
 _LIMITS = {
     64: "vocab_size vocab_size_per_layer_input",
@@ -28,14 +29,8 @@ _LIMITS = {
     2: "num_experts_per_tok moe_topk moe_k moe_top_k",
     1: "n_group topk_group",
 }
-#: The smallest width that is aimed at.
-_MIN_WIDTH = 16
-#: Maximum number of parameters of a copy: 400 MB. Larger ones are not tried.
-_MAX_NUMEL = 50_000_000
-
-
-class TooLargeError(ValueError):
-    """Raised if a small copy of a model would need too much memory."""
+#: Smallest width that is aimed at, and most parameters of a copy (400 MB); larger ones are not tried.
+_MIN_WIDTH, _MAX_NUMEL = 16, 50_000_000
 
 
 def small_config(config: Any) -> Any:
@@ -45,10 +40,10 @@ def small_config(config: Any) -> Any:
     def sizes(names: str) -> dict[str, int]:
         return {name: size for name in names.split() if type(size := getattr(small, name, None)) is int and size > 0}
 
-    widths, heads, groups = map(sizes, _SCALED.values())
+    widths, heads = sizes(_WIDTHS), sizes(_HEADS)
     width = next(iter(widths.values()), 1)
     factor = math.gcd(*heads.values(), width, width // _MIN_WIDTH or 1)
-    for name, size in (widths | heads | groups).items():
+    for name, size in (widths | heads | sizes(_GROUPS)).items():
         setattr(small, name, max(1, size // factor))
     for limit, names in _LIMITS.items():
         for name, size in sizes(names).items():
@@ -61,20 +56,21 @@ def small_config(config: Any) -> Any:
 
 @contextmanager
 def small_model(config: Any) -> Iterator[Any]:
-    """Context manager that yields a small causal language model in float64, on the CPU and in evaluation mode.
+    """Context manager that yields a small causal language model in evaluation mode, whose parameters all matter.
 
-    All of its random parameters matter. The random numbers of torch are restored on exit. Raises `TooLargeError`, or
+    The random numbers of torch are restored on exit. Raises `ValueError` if the copy would need too much memory, or
     whatever transformers raises for a configuration that it cannot use.
     """
+    build = transformers.AutoModelForCausalLM.from_config
     small = small_config(config)
-    options = {"dtype": torch.float64, "experts_implementation": "eager"}  # grouped products lack float64
     with torch.device("meta"):
-        numel = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(copy.deepcopy(small)).parameters())
+        numel = sum(parameter.numel() for parameter in build(copy.deepcopy(small)).parameters())
     if numel > _MAX_NUMEL:
-        raise TooLargeError(f"its small copy has {numel:,} parameters")
+        raise ValueError(f"a small copy of it has {numel:,} parameters")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        module = transformers.AutoModelForCausalLM.from_config(small, **options).eval()
+        # Grouped products of experts lack float64.
+        module = build(small, dtype=torch.float64, experts_implementation="eager").eval()
         with torch.no_grad():
             for parameter in module.parameters():  # matrices are initialized so that layers change almost nothing
                 parameter.copy_(5 * parameter if parameter.ndim > 1 else parameter + 0.1 * torch.randn_like(parameter))

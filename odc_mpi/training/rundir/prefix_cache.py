@@ -26,27 +26,27 @@ from odc_mpi.training.settings import Config
 DIRECTORY = "frozen_prefix"
 
 
-def count_tokens(config: Config, inputs: Inputs) -> int:
-    """Return the number of tokens in the data sets of a run, of which the prefix is computed once."""
-    limit = config.data.eval_sequences or None
-    lengths = [(data.lengths, None if data is inputs.dataset else limit) for data in _datasets(inputs)]
-    return sum(int(each[:stop].sum()) for each, stop in lengths)
+def _datasets(inputs: Inputs) -> list[Dataset]:
+    return [data for data in inputs.datasets.values() if isinstance(data, Dataset)]
 
 
-def bytes_per_token(config: Config, inputs: Inputs) -> int:
-    """Return the number of bytes that are stored for each token."""
+def _size(config: Config, inputs: Inputs) -> tuple[int, int]:
+    """Return the number of tokens in the data sets of a run, and of the bytes that are stored for each token."""
     assert inputs.prefix is not None
-    return inputs.prefix.width * getattr(torch, config.model.param_dtype).itemsize
+    limit = config.data.eval_sequences or None
+    lengths = [data.lengths[: None if data is inputs.dataset else limit] for data in _datasets(inputs)]
+    dtype: torch.dtype = getattr(torch, config.model.param_dtype)
+    return sum(int(each.sum()) for each in lengths), inputs.prefix.width * dtype.itemsize
 
 
 def describe_prefix(config: Config, inputs: Inputs) -> str:
     """Return a description of the frozen prefix and the disk space that its hidden states need."""
     assert inputs.prefix is not None
-    prefix, num_tokens = inputs.prefix, count_tokens(config, inputs)
-    needed = num_tokens * bytes_per_token(config, inputs) / 2**20
+    last, (num_tokens, num_bytes) = inputs.prefix.num_layers - 1, _size(config, inputs)
+    size = f"{num_tokens * num_bytes / 2**20:,.1f} MiB"
     return (
-        f"layers 0 to {prefix.num_layers - 1} of {prefix.num_all_layers} are computed once: {needed:,.1f} MiB for "
-        f"{num_tokens:,} tokens in {Path(config.run.dir) / DIRECTORY}"
+        f"layers 0 to {last} of {inputs.prefix.num_all_layers} are computed once: {size} "
+        f"for {num_tokens:,} tokens in {Path(config.run.dir) / DIRECTORY}"
     )
 
 
@@ -55,78 +55,65 @@ def open_prefix(context: RunContext, metadata: dict[str, Any]) -> FrozenPrefix |
 
     `metadata` is that of the run's checkpoints. Raises `AllRanksUserError` if the disk lacks room.
     """
-    config, world, inputs = context.config, context.world, context.inputs
-    if inputs.prefix is None:
+    config, world, inputs, prefix = context.config, context.world, context.inputs, context.inputs.prefix
+    if prefix is None:
         return None
-    prefix, directory = inputs.prefix, Path(config.run.dir) / DIRECTORY
-    identity: dict[str, Any] = {
-        "base": [metadata["base"]["sha256"], metadata["base"]["quantization"]],
-        "model": metadata["transformers_config"],
-        "prefix": [prefix.num_layers, prefix.width, config.model.param_dtype],
-        "data": [data.digest() for data in _datasets(inputs)],
-        "versions": [metadata["versions"][name] for name in ("torch", "transformers")],
-    }
+    directory, base, dtype = Path(config.run.dir) / DIRECTORY, metadata["base"], config.model.param_dtype
+    identity = [base["sha256"], base["quantization"], metadata["transformers_config"], prefix.num_layers, dtype]
+    identity += [data.digest() for data in _datasets(inputs)]
+    identity += [metadata["versions"][name] for name in ("torch", "transformers")]
     if config.run.exact:  # the last bits depend on what was packed together
-        identity["packing"] = [config.data.max_tokens_per_microbatch, config.data.minibatch_sequences, config.run.seed]
+        identity += [config.data.max_tokens_per_microbatch, config.data.minibatch_sequences, config.run.seed]
     name = f"{world.gather_objects(time.time_ns())[0]:x}-{world.rank}"
     store = HiddenStates(directory, json.dumps(identity, sort_keys=True), name)
-    num_missing = max(0, count_tokens(config, inputs) - store.num_tokens)
-    needed = num_missing * bytes_per_token(config, inputs)
-    world.run_on_all(lambda: _require_room(directory, needed) if world.rank == 0 else None)
-    return FrozenPrefix(inputs.model.module, prefix, store, getattr(torch, config.model.param_dtype))
+    num_tokens, num_bytes = _size(config, inputs)
 
+    def require_room() -> None:
+        needed = (num_tokens - store.num_tokens) * num_bytes
+        existing = next(folder for folder in directory.absolute().parents if folder.exists())
+        if (free := shutil.disk_usage(existing).free) < needed:
+            raise UserError(
+                f"model.cache_frozen_prefix: expected {needed / 2**20:,.1f} MiB of free disk space for {directory}, "
+                f"got {free / 2**20:,.1f} MiB: free some, choose another run.dir, or set it to false"
+            )
 
-def _datasets(inputs: Inputs) -> list[Dataset]:
-    return [data for data in inputs.datasets.values() if isinstance(data, Dataset)]
-
-
-def _require_room(directory: Path, num_bytes: int) -> None:
-    existing = next(folder for folder in directory.absolute().parents if folder.exists())
-    if (free := shutil.disk_usage(existing).free) < num_bytes:
-        raise UserError(
-            f"model.cache_frozen_prefix: expected {num_bytes / 2**20:,.1f} MiB of free disk space for {directory}, got "
-            f"{free / 2**20:,.1f} MiB: free some, choose another run.dir, or set it to false"
-        )
+    world.run_on_all(require_room)
+    return FrozenPrefix(inputs.model.module, prefix, store, getattr(torch, dtype))
 
 
 class PrefixCache(Callback):
     """Completes and finds the files of a frozen prefix. Comes after callbacks that evaluate."""
 
     def __init__(self, context: RunContext, model: ShardedModel, prefix: FrozenPrefix) -> None:
-        self._world, self._run, self._prefix = context.world, context.config.run, prefix
-        self._loader = context.inputs.loader
-        self._is_due = False
+        self._world, self._every, self._store = context.world, context.config.run.checkpoint_every, prefix.store
+        self._loader, self._is_due = context.inputs.loader, False
         prefix.on_switch = model.forget_order
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Delete files that cannot be used, and find what reference models and evaluations have stored. Collective."""
-        stale = self._prefix.store.stale
-        if self._world.rank == 0 and stale:
+        if self._world.rank == 0 and (stale := self._store.stale):
             for path in stale:
                 path.unlink(missing_ok=True)
             reason = "of another base, tokenizer, data set or setting, or incomplete"
             print(f"{stale[0].parent}: {len(stale)} files deleted: {reason}", flush=True)
-        stale.clear()
-        self._prefix.store.finish()
+        self._store.finish()
         self._world.gather_objects(None)
-        self._prefix.refresh()
-        self._is_due = False
+        self._store.refresh()
 
     def on_optimizer_step(self, step: Step) -> None:
         """Complete this rank's file if other ranks need it, or a restarted run might."""
-        ends_epoch = self._loader.state_dict()["data_epoch"] > step.minibatch.data_epoch
-        every = self._run.checkpoint_every
-        self._is_due |= ends_epoch or bool(every and step.number % every == 0)
+        self._is_due |= self._loader.state_dict()["data_epoch"] > step.minibatch.data_epoch
+        self._is_due |= self._every > 0 and step.number % self._every == 0
         if self._is_due:
-            self._prefix.store.finish()
+            self._store.finish()
 
     def on_step_end(self, step: Step) -> None:
         """Find the files of all ranks if they are complete."""
         if self._is_due:
-            self._prefix.refresh()
+            self._store.refresh()
         self._is_due = "eval_s" in step.metrics
 
     def close(self) -> None:
         """Complete this rank's file, for a run that was stopped, and close all."""
-        self._prefix.store.finish()
-        self._prefix.store.close()
+        self._store.finish()
+        self._store.close()

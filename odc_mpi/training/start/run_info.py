@@ -7,7 +7,6 @@ from typing import Any, ClassVar, cast
 from typing_extensions import override
 
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes
-from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.formatting import truncate_text
 from odc_mpi.models.quantization.linear import hidden_numel
 from odc_mpi.observe.callback import Callback
@@ -17,7 +16,6 @@ from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
-from odc_mpi.training.inputs import Inputs, pads_rows
 from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.prefix_cache import describe_prefix
 from odc_mpi.training.rundir.resume import start_line
@@ -51,8 +49,7 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
-        **({} if packing.packs else {"packing": f"off, {_describe_unpacked(inputs)}: {packing.unpacked_reason}"}),
-        **({"prefix": _describe_prefix(context)} if context.prefix else {}),
+        **_packing_lines(context),
         **({"attn": "eager, because the scores have soft caps"} if packing.soft_caps else {}),
         **({"cp": _describe_context_parallel(inputs.context_parallel)} if inputs.context_parallel else {}),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
@@ -76,15 +73,15 @@ def startup_lines(context: RunContext, model: ShardedModel) -> str:
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 
-def _describe_prefix(context: RunContext) -> str:
-    assert context.prefix is not None
-    return f"{describe_prefix(context.config, context.inputs)}, {context.prefix.store.num_tokens:,} stored"
-
-
-def _describe_unpacked(inputs: Inputs) -> str:
-    if isinstance(inputs.dataset, Dataset) and pads_rows(inputs.model, inputs.dataset):
-        return "padded rows of sequences of like length"
-    return "one sequence per microbatch"
+def _packing_lines(context: RunContext) -> dict[str, str]:
+    inputs, packing = context.inputs, context.inputs.model.packing
+    if context.prefix:
+        return {"prefix": f"{describe_prefix(context.config, inputs)}, {context.prefix.store.num_tokens:,} stored"}
+    if packing.packs:
+        return {}
+    rows = recipe_of(context.config).data == "sequences" and packing.pads_rows
+    how = "padded rows of sequences of like length" if rows else "one sequence per microbatch"
+    return {"packing": f"off, {how}: {packing.unpacked_reason}"}
 
 
 def _islands_line(context: RunContext) -> dict[str, str]:
