@@ -26,7 +26,7 @@ _VARIABLES = Check(
     lambda value: all(name.isidentifier() and name not in _OF_PROMPTS for name in value),
 )
 _WORKERS = Check("from 0 to 256", lambda value: 0 <= value <= 256)
-_OF_WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max", "epsilon", "epsilon_high")
+_OF_WEIGHTS = ("stale_kv", "importance_sampling_mode", "importance_sampling_clip_max", "epsilon", "epsilon_high")
 _NO_EFFECT = "it has no effect"
 _STORE_BYTES = Size(16 << 20)
 
