@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from odc_mpi.rollout.rewards import GroupRewards, PartialRewards, RewardScorer
+from odc_mpi.rollout.rewards import GroupRewards, PartialRewards, RewardCaller
 
 
 @dataclass
@@ -36,7 +36,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     All methods must be called from one thread, the main thread of the rank.
     """
 
-    def __init__(self, rewards_of: RewardScorer, num_workers: int) -> None:
+    def __init__(self, rewards_of: RewardCaller, num_workers: int) -> None:
         self._rewards_of, self._num_workers = rewards_of, num_workers
         self._tasks: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._done: deque[_Group] = deque()
@@ -49,7 +49,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def submit(self, key: int, reward_kwargs: Mapping[str, Sequence[Any]], prompt: int) -> None:
         """Start computing the rewards of the completions of a prompt, and return at once.
 
-        `reward_kwargs` and `prompt` are the arguments of `RewardScorer`. `key` is returned with the rewards.
+        `reward_kwargs` and `prompt` are the arguments of `RewardCaller`. `key` is returned with the rewards.
         """
         self.num_pending += 1
         group = _Group(key, reward_kwargs, prompt)
@@ -61,7 +61,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def finished(self) -> Iterator[tuple[int, GroupRewards]]:
         """Yield the key and the rewards of each group that is ready, in the order in which they became ready.
 
-        Raises the `UserError` of a group for which a function failed (see `RewardScorer`).
+        Raises the `UserError` of a group for which a function failed (see `RewardCaller`).
         """
         while self._done:
             group = self._done.popleft()

@@ -132,7 +132,7 @@ class PartialRewards(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RewardScorer:
+class RewardCaller:
     """Calls all reward functions for the completions of one prompt.
 
     A function fails if it raises an exception, exceeds the time limit, or does not return a finite number or None for

@@ -13,7 +13,7 @@ import pytest
 from user_errors import refused
 
 from odc_mpi.rollout.reward_pool import RewardPool
-from odc_mpi.rollout.rewards import RewardFunction, RewardScorer
+from odc_mpi.rollout.rewards import RewardCaller, RewardFunction
 
 #: Deadline of tests, far beyond all limits in them.
 LONG_S = 30.0
@@ -21,7 +21,7 @@ LONG_S = 30.0
 
 def scorer(*functions, timeout_s=LONG_S, skip=False):
     rewards = [RewardFunction(each.__name__, f"mine.py:{each.__name__}", each, 1.0) for each in functions]
-    return RewardScorer(rewards, 3, timeout_s, skip)
+    return RewardCaller(rewards, 3, timeout_s, skip)
 
 
 def arguments(value, count=2):
@@ -188,10 +188,10 @@ def test_asynchronous_functions_of_several_groups_run_at_the_same_time():
 STUCK = """
 import time
 from odc_mpi.rollout.reward_pool import RewardPool
-from odc_mpi.rollout.rewards import RewardFunction, RewardScorer
+from odc_mpi.rollout.rewards import RewardFunction, RewardCaller
 
 function = RewardFunction("f", "f", lambda completions: time.sleep(600), 1.0)
-pool = RewardPool(RewardScorer([function], 0, 500.0, False), 2)
+pool = RewardPool(RewardCaller([function], 0, 500.0, False), 2)
 for prompt in range(5):
     pool.submit(prompt, {"completions": ["a"]}, prompt)
 assert not pool.wait(0.2)

@@ -20,8 +20,8 @@ from odc_mpi.models.heads import ENDS_WITH_TURN
 from odc_mpi.rollout import math_reward
 from odc_mpi.rollout.rewards import (
     GroupRewards,
+    RewardCaller,
     RewardFunction,
-    RewardScorer,
     check_arguments,
     load_reward_functions,
 )
@@ -42,11 +42,11 @@ def as_rewards(*functions, weights=None):
 
 def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
     rewards = as_rewards(*functions, weights=weights)
-    return RewardScorer(rewards, 3, timeout_s, skip)(arguments(**columns), 7)
+    return RewardCaller(rewards, 3, timeout_s, skip)(arguments(**columns), 7)
 
 
 def built_in(name, **columns):
-    return RewardScorer(load_reward_functions([name], None), 0, 5.0, False)(arguments(**columns), 0).rewards.tolist()
+    return RewardCaller(load_reward_functions([name], None), 0, 5.0, False)(arguments(**columns), 0).rewards.tolist()
 
 
 def test_what_comes_along():
@@ -81,7 +81,7 @@ def test_mathematical_values(answer, text, reward, monkeypatch):
     began = time.monotonic()
     monkeypatch.setattr(math_reward, "LIMIT_S", 1.0)
     given = {"completions": [text], "answer": [answer]}
-    scorer, found = RewardScorer(load_reward_functions(["math"], None), 0, 30.0, False), []
+    scorer, found = RewardCaller(load_reward_functions(["math"], None), 0, 30.0, False), []
     thread = threading.Thread(target=lambda: found.append(scorer(given, 0).rewards))
     thread.start()
     for rewards in (scorer(given, 0).rewards, *(thread.join() or found)):
@@ -96,7 +96,7 @@ def test_without_math_verify(monkeypatch):
 
 def test_a_chat_has_messages():
     chat = arguments(answer="13") | {"completions": [[{"role": "assistant", "content": text}] for text in TEXTS]}
-    found = RewardScorer(load_reward_functions(["exact_match"], None), 0, 5.0, False)(chat, 0)
+    found = RewardCaller(load_reward_functions(["exact_match"], None), 0, 5.0, False)(chat, 0)
     assert found.rewards.tolist() == [0, 1, 0, 0]
 
 
@@ -107,7 +107,7 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     rewards = load_reward_functions([f"{tmp_path / 'own.py'}:one", "own:two"], [1, 0.5])
     assert [reward.name for reward in rewards] == ["one", "two"]
-    found = RewardScorer(rewards, 0, 5.0, False)(arguments(n=5), 0)
+    found = RewardCaller(rewards, 0, 5.0, False)(arguments(n=5), 0)
     assert found.per_function.tolist() == [[5] * 4, [2] * 4] and found.rewards.tolist() == [6] * 4
 
 
@@ -293,7 +293,7 @@ def write_model(path, auto_class=transformers.AutoModelForSequenceClassification
 def score_all(path, arguments):
     [function] = functions = load_reward_functions([str(path)], None)
     assert function.name == path.name
-    return RewardScorer(functions, 0, 60.0, False)({**arguments, "wanted": [1, 2]}, 0).rewards
+    return RewardCaller(functions, 0, 60.0, False)({**arguments, "wanted": [1, 2]}, 0).rewards
 
 
 def score(model, tokenizer, *texts):

@@ -1,5 +1,6 @@
 """No objective makes the host wait for the GPU before the backward pass; skipped, unless ODC_MPI_REQUIRE_GPU=1."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,10 +38,12 @@ def objective_for(name, module):
     if name == "reward":
         return PairObjective(RewardScorer(module, True, RewardConfig()))
     rl = RLConfig(loss_type="grpo", beta=0.1)
-    return GRPOObjective(module, rl, 1, lambda microbatch: torch.zeros(9, device="cuda"))
+    if name == "stale":
+        rl = replace(rl, max_staleness=1, importance_sampling_mode="geometric_mask")
+    return GRPOObjective(module, rl, 1, lambda *arguments: SimpleNamespace(logps=torch.zeros(9, device="cuda")))
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo", "stale"])
 def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
     # It waits once per forward, to find out whether there are several sequences.
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
@@ -53,7 +56,7 @@ def test_the_host_does_not_wait_for_a_loss(tmp_path, monkeypatch, name):
         minibatch = SimpleNamespace(dataset=dataset, indices=np.arange(2), num_tokens=21)
         objective.on_step_begin(SimpleNamespace(minibatch=minibatch))
         rollouts = pack_groups([rollout_group([4, 5, 6], [[1, 2, 3, 4], [5, 6, 7, 8, 9]], advantages=[1.0, -1.0])])
-        microbatch = rollouts if name == "grpo" else read_groups(dataset, minibatch.indices)
+        microbatch = rollouts if name in ("grpo", "stale") else read_groups(dataset, minibatch.indices)
         for mode in ("default", "error"):  # the first call compiles kernels and takes memory
             torch.cuda.set_sync_debug_mode(mode)
             try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from odc_mpi.data.prompt_dataset import PromptDataset, warn_ignored
 from odc_mpi.errors import warn
 from odc_mpi.observe.callback import Callback
-from odc_mpi.rollout.rewards import RewardScorer, check_arguments, load_reward_functions
+from odc_mpi.rollout.rewards import RewardCaller, check_arguments, load_reward_functions
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.recipes.recipe import Parts
@@ -26,7 +26,7 @@ def build_rollouts(
     rl = config.rl
     arguments = rl.reward_funcs or (), rl.reward_weights, model.device, inputs.prompt_time
     functions = world.run_on_all(lambda: load_reward_functions(*arguments))
-    rewards_of = RewardScorer(functions, world.rank, rl.reward_timeout_s, rl.skip_failed_rewards)
+    rewards_of = RewardCaller(functions, world.rank, rl.reward_timeout_s, rl.skip_failed_rewards)
     world.run_on_all(lambda: check_arguments(functions, inputs.datasets))
     names = [function.name for function in functions]
     for setting, prompts in inputs.datasets.items() if world.rank == 0 else ():

@@ -21,7 +21,7 @@ _UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not know
 ROLLOUT_SETTINGS: Allowed = {
     "rl.num_iterations": (
         (1,),
-        "training is strictly on-policy; rollouts would be from an older policy",
+        "a rollout is used for one update",
     ),
     "lora.dropout": ((0,), "with dropout the trained policy is not the one that generated"),
     "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),

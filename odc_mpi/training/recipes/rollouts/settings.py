@@ -59,7 +59,7 @@ class RLConfig:
         Literal["group", "batch", "none"], "divide advantages by the std of the group, or of all rewards of the step"
     ] = "group"
     mask_truncated_completions: Annotated[bool, "exclude truncated completions from the loss"] = False
-    num_iterations: Annotated[int, "updates per rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
+    num_iterations: Annotated[int, "updates per rollout: only 1 is supported", ONE_OR_MORE] = 1
     max_staleness: Annotated[
         int, "steps by which completions may be older than the step that trains them; 0: on-policy", _STEPS
     ] = 0
