@@ -13,7 +13,7 @@ from odc_mpi.models.quirks.caches import decodes_batches
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.decode import sample
-from odc_mpi.rollout.rewards import RewardScorer
+from odc_mpi.rollout.rewards import RewardCaller
 from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
@@ -39,7 +39,7 @@ class RewardEvaluator(PeriodicEvaluator):
         context: RunContext,
         model: ShardedModel,
         prompts: PromptDataset,
-        rewards_of: RewardScorer,
+        rewards_of: RewardCaller,
     ) -> None:
         config, world = context.config, context.world
         super().__init__(config.run, model)

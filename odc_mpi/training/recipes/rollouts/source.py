@@ -39,7 +39,7 @@ from odc_mpi.models.decoding import generation_mode, unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.decode import Decoder, prompt_batch
 from odc_mpi.rollout.reward_pool import RewardPool
-from odc_mpi.rollout.rewards import GroupRewards, RewardScorer
+from odc_mpi.rollout.rewards import GroupRewards, RewardCaller
 from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
@@ -78,7 +78,7 @@ class RolloutSource(MinibatchSource):
         context: RunContext,
         model: ShardedModel,
         reward_names: Sequence[str],
-        rewards_of: RewardScorer,
+        rewards_of: RewardCaller,
         *,
         trains_all: bool,
     ) -> None:
