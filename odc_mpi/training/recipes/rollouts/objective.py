@@ -12,7 +12,7 @@ On-policy (`rl.max_staleness` 0), the probability ratio is 1; otherwise see `rol
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -34,18 +34,10 @@ from odc_mpi.training.reference_policy import ReferenceFn
 _WEIGHT_NAMES = ("ratio_sum", "ratio_min", "ratio_max", "ratios_too_low", "ratios_too_high")
 
 
-class TokenTerms(NamedTuple):
-    """Advantages of tokens, losses to add to theirs, both float `[K]`, and statistics, scalars, of a microbatch."""
-
-    advantages: torch.Tensor
-    penalties: torch.Tensor | None = None
-    statistics: tuple[torch.Tensor, ...] = ()
-
-
 class RolloutObjective(Objective):
     """Loss for minibatches of at most `num_groups` prompt groups, normalized by counts from `RolloutSource`.
 
-    `own_names` are the names of the statistics of `terms`, and `other` the other policy that `terms` needs, if any.
+    `other` is another policy, such as a reference or a teacher, or None.
     """
 
     extremes: ClassVar = {"logp_difference_max": max, "ratio_min": min, "ratio_max": max}
@@ -63,28 +55,25 @@ class RolloutObjective(Objective):
     )
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        rl: RLConfig,
-        num_groups: int,
-        other: ReferenceFn | None = None,
-        own_names: tuple[str, ...] = (),
+        self, module: torch.nn.Module, rl: RLConfig, num_groups: int, other: ReferenceFn | None = None
     ) -> None:
         self._token_logps = TokenLogps(module)
         self._rl, self._other, self._num_groups = rl, other, num_groups
-        weights = _WEIGHT_NAMES if rl.max_staleness else ()
-        self.gathered_names = ("rollout_loss", "logp_difference", "logp_difference_max", *weights, *own_names)
+        names = (_WEIGHT_NAMES if rl.max_staleness else ()) + (() if other is None else ("rollout_kl",))
+        self.gathered_names = ("rollout_loss", "logp_difference", "logp_difference_max", *names)
         max_completions = num_groups * rl.num_generations
         self.loss_normalizer = loss_normalizer(
             rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
         )
 
     @abstractmethod
-    def terms(self, microbatch: GroupMicrobatch, logps: torch.Tensor, other: torch.Tensor | None) -> TokenTerms:
-        """Return the terms of a microbatch.
+    def advantages(
+        self, microbatch: GroupMicrobatch, logps: torch.Tensor, other: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the advantage of each token, and an estimate of the KL divergence from the other policy, if any.
 
-        `logps` are the log-probabilities of its targets under the policy, `[K]`, with gradients. `other` are those
-        under the other policy, without gradients, or None if there is no other policy.
+        `logps` are the log-probabilities of the tokens under the policy, with gradients. `other` are those under the
+        other policy, without gradients, or None if there is no other policy. All tensors are float `[K]`.
         """
 
     def loss(self, minibatch: PlannedMinibatch, microbatch: Microbatch) -> torch.Tensor:
@@ -97,7 +86,7 @@ class RolloutObjective(Objective):
         differences = (logps.detach() - sampling_logps).abs()
         statistics = [differences.sum(), differences.max()]
         other = None if self._other is None else self._other(*arguments).logps
-        advantages, penalties, own_statistics = self.terms(microbatch, logps, other)
+        advantages, kl = self.advantages(microbatch, logps, other)
         if self._rl.max_staleness:
             weighted = weighted_losses(self._rl, logps, sampling_logps, advantages, answers, num_answers)
             per_token = weighted.losses
@@ -105,13 +94,14 @@ class RolloutObjective(Objective):
         else:
             # The log-probabilities from sampling are those of the same policy.
             per_token = -torch.exp(logps - logps.detach()) * advantages
-        if penalties is not None:
-            per_token = per_token + penalties
+        if kl is not None:
+            statistics.append(kl.detach().sum())
+            per_token = per_token + self._rl.beta * kl if self._rl.beta else per_token
         if self._rl.loss_type == "grpo":
             ones = torch.ones_like(per_token)  # unlike `bincount`, the sum does not wait for a GPU
             counts = ones.new_zeros(num_answers).index_add(0, answers, ones)
             per_token = per_token / counts[answers]
-        self.statistics = torch.stack([*statistics, *own_statistics])
+        self.statistics = torch.stack(statistics)
         return per_token.sum()
 
     def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
@@ -127,6 +117,8 @@ class RolloutObjective(Objective):
             "sampling/sampling_logp_difference/mean": reduced["logp_difference"] / tokens,
             "sampling/sampling_logp_difference/max": max(0.0, reduced["logp_difference_max"]),
         }
+        if self._other is not None:
+            step.metrics["kl"] = reduced["rollout_kl"] / tokens
         if self._rl.max_staleness:
             ratio, smallest, largest, low, high = (reduced[name] for name in _WEIGHT_NAMES)
             step.metrics |= {
