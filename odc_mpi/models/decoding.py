@@ -95,9 +95,9 @@ class CachedForward:
         self._accepted = inspect.signature(module.forward).parameters.keys()
 
     def next_logits(self, tokens: torch.Tensor, mask: torch.Tensor, cache: transformers.Cache) -> torch.Tensor:
-        """Return the logits after the last of `tokens`, float32 `[rows, vocabulary]`, and add all of them to `cache`.
+        """Return the logits after the last of `tokens`, float32 `[rows, vocabulary]`. One-sided if it is sharded.
 
-        One-sided if the model is sharded. `tokens`, int64 `[rows, new]`, follow those in the cache. `mask`, int64
+        `tokens`, int64 `[rows, new]`, follow those in `cache`, to which their keys and values are added. `mask`, int64
         `[rows, cached + new]`, is 0 for padding.
         """
         mask = mask.to(self.device)

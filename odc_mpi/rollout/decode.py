@@ -43,13 +43,15 @@ OnPromptDone = Callable[[int, PromptCompletions], None]
 
 
 class PromptBatch(ABC):
-    """Prompts whose completions are decoded together. Use in `generation_mode`.
+    """Prompts whose completions are decoded together. `add` and `step` must be called in `generation_mode`.
 
     Args:
-        module: transformers causal language model. Its parameters may change between two calls.
+        module: transformers causal language model, or the `module` of a sharded one. Its parameters may change between
+            two calls of `step`.
         sampling: Settings.
-        max_prompts: Maximum number of prompts, at least 1, or of more prompts of which some completions have ended.
-        on_prompt_done: Called when all completions of a prompt have ended.
+        max_prompts: Maximum number of prompts, at least 1. There may be more prompts once some of their completions
+            have ended, but never more unfinished completions than this number of prompts has.
+        on_prompt_done: Function that `step` calls when all completions of a prompt have ended.
     """
 
     def __init__(
@@ -73,17 +75,19 @@ class PromptBatch(ABC):
 
     @abstractmethod
     def add(self, prompts: Mapping[int, Prompt], step: int) -> None:
-        """Start completions of prompts, keyed by distinct numbers, for training in `step`. One-sided if sharded.
+        """Start the completions of prompts, which training step `step` will train. One-sided if the model is sharded.
 
-        A completion is shorter than `max_completion_length` if the model has too few positions. The random numbers of a
-        completion depend on `step`. Raises `UserError` if a prompt does not fit (see `max_new_tokens_for`).
+        Keys must differ from those of all prompts in progress. The random numbers of a completion depend on `step`. A
+        completion is limited to fewer than `max_completion_length` tokens if the model has too few positions. Raises
+        `UserError` if a prompt does not fit (see `max_new_tokens_for`). Call this only if `num_free` is not 0.
         """
 
     @abstractmethod
     def step(self, step: int, on_token: Callable[[int], None] = lambda token: None) -> None:
-        """Sample at least one token of each completion in progress in training step `step`. One-sided if sharded.
+        """Sample the next token, or all tokens, of each completion in progress. One-sided if the model is sharded.
 
-        `on_token` is called before each token, with the number of tokens that the longest completion then has.
+        `step` is the current training step, which is recorded with the tokens. `on_token` is called before tokens are
+        sampled, with the number of tokens that the longest completion will have.
         """
 
     def _start(self, prompts: Mapping[int, Prompt], step: int) -> list[Completion]:
@@ -143,7 +147,10 @@ class Decoder(PromptBatch):
             self._select([])
 
     def recompute(self) -> None:
-        """Compute the keys and values of all completions in progress with the current parameters."""
+        """Compute the keys and values of all completions in progress again, with the current parameters.
+
+        One-sided if the model is sharded. The recorded log-probabilities do not change.
+        """
         rows = [self._rows[i] for i in self._active_rows()]
         self._select([])
         begin = 0
@@ -251,7 +258,7 @@ def decode_claimed(
     step: int,
     on_token: Callable[[int], None] = lambda token: None,
 ) -> None:
-    """Decode prompts until none are left. One-sided if the model is sharded.
+    """Decode prompts for training step `step`, or 0 outside training, until all have ended. One-sided if sharded.
 
     `claim` returns up to the given number of prompts, keyed as in `PromptBatch.add`; fewer, if no more are left.
     """

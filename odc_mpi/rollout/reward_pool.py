@@ -73,7 +73,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             yield group.key, self._rewards_of.complete(group.reward_kwargs, group.prompt, group.outcome)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `finished` would yield a group, at most `timeout_s`. Return False if none is ready."""
+        """Wait until a group is ready or has failed, at most `timeout_s` seconds. Return False if there is none."""
         if self.num_pending:
             with self._is_ready:
                 self._is_ready.wait_for(lambda: bool(self._done), timeout_s)

@@ -39,10 +39,10 @@ def cache_argument(module: Any) -> str:
 
 
 def append_rows(cache: transformers.Cache, num_rows: int, added: transformers.Cache, num_added: int) -> None:
-    """Append the `num_added` rows of the cache `added` to the `num_rows` rows of `cache`.
+    """Append the `num_added` rows of the cache `added` to the `num_rows` rows of `cache`, in place.
 
-    Rows end in the same column: those that have fewer columns are padded on the left with zeros, which the attention
-    mask must exclude.
+    A row is a sequence, and a column a token position. All rows end in the same column: those with fewer columns are
+    padded on the left with zeros, which the attention mask must exclude. This is local, without communication.
     """
     layers: list[tuple[Any, Any]] = list(zip(cache.layers, added.layers, strict=True))
     for layer, other in layers:
@@ -63,7 +63,7 @@ def append_rows(cache: transformers.Cache, num_rows: int, added: transformers.Ca
 
 
 def drop_columns(cache: transformers.Cache, count: int) -> None:
-    """Remove the first `count` columns, which the attention mask excludes in all rows."""
+    """Remove the first `count` columns, which must be padding in all rows, in place and without communication."""
     layers: list[Any] = cache.layers
     for layer in layers:
         length = getattr(layer, "cumulative_length", None)

@@ -14,15 +14,15 @@ from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 
 def require_carried(world: World, module: Any, rl: RLConfig, prompt_length: int, num_prompts: int) -> int:
-    """Return the bytes per rank for keys and values of completions that are carried over to the next step. Collective.
+    """Return the bytes per rank that keys and values of completions in progress can take between steps. Collective.
 
     `prompt_length` is the length in tokens of the longest prompt, and `num_prompts` the number of prompts in a step.
-    Raises `AllRanksUserError` if the model cannot carry completions, or if a rank has too little memory for them.
+    Raises `AllRanksUserError` if the model cannot carry completions over, or if a rank has too little memory for them.
     """
     if not decodes_batches(module):
         raise AllRanksUserError(
-            f"rl.max_staleness: expected 0 with a model of the family {module.config.model_type}, whose completions "
-            f"cannot be continued in a batch with others, got {rl.max_staleness}: remove it"
+            f"rl.max_staleness: expected 0 with a model of the family {module.config.model_type}, which decodes one "
+            f"prompt at a time, got {rl.max_staleness}: remove rl.max_staleness"
         )
     num_rows = min(rl.max_concurrent_sequences, (rl.max_staleness + 1) * num_prompts * rl.num_generations)
     num_bytes = num_rows * CachedForward(module).cache_bytes(prompt_length + rl.max_completion_length)
@@ -33,9 +33,9 @@ def require_carried(world: World, module: Any, rl: RLConfig, prompt_length: int,
         if num_bytes > share:
             needed, found = (format_quantity("bytes", count) for count in (num_bytes, share))
             raise UserError(
-                f"rl.max_staleness: completions in progress can take {needed} for keys and values, more than the "
-                f"{found} that are free for rank {world.rank}: lower rl.max_concurrent_sequences or "
-                "rl.max_completion_length"
+                f"rl.max_staleness: completions in progress may need up to {needed} for keys and values, more than the "
+                f"{found} that are free on rank {world.rank}: lower rl.max_concurrent_sequences or "
+                "rl.max_completion_length, or set rl.max_staleness to 0"
             )
 
     world.run_on_all(check)

@@ -28,7 +28,17 @@ class RewardEvaluator(PeriodicEvaluator):
     """Computes rewards on held-out prompts. Ranks claim batches of prompts to decode. Construction is collective."""
 
     metrics = (
-        Metric("eval_reward", "held-out reward", RESULT, "start final", "{:.4f}", ("eval", 8), "eval reward", "watch"),
+        Metric(
+            "eval_reward",
+            "held-out reward",
+            RESULT,
+            "start final best",
+            "{:.4f}",
+            ("eval", 8),
+            "eval reward",
+            "watch",
+            "high",
+        ),
         Metric("eval_exact_match", "held-out exact match", RESULT, "start final", "{:.1%}", None, "eval match", "tile"),
         Metric("eval_mean_length", "mean length of completions of held-out prompts", RESULT),
         *PeriodicEvaluator.metrics,

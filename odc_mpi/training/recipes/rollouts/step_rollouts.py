@@ -58,9 +58,10 @@ class StepRollouts:
         return self._draw is None and not self.num_decoding
 
     def claim_prompts(self, count: int) -> list[int]:
-        """Claim up to `count` prompts, and return their positions. One-sided.
+        """Claim up to `count` prompts of this step, and return their positions. One-sided.
 
-        A rank decodes at most an even share of a step's prompts at any time.
+        Returns fewer if no more are left (then `has_prompts` is False), or if this rank would decode more than an even
+        share of the step's prompts at the same time.
         """
         positions: list[int] = []
         share = -(-self.count // self._windows.world.size)

@@ -50,11 +50,14 @@ def weighted_losses(
 ) -> WeightedLosses:
     """Return the losses of tokens for `rl.importance_sampling_mode`, not yet divided by the normalizer.
 
+    K is the number of tokens. This does not communicate.
+
     Args:
         logps: Log-probabilities under the current policy, float `[K]`, with gradients.
         sampling_logps: Log-probabilities under the policies that generated the tokens, float `[K]`.
         advantages: Advantage of each token, float `[K]`, without gradients.
-        answers: Index of each token's completion, int64 `[K]`, below `num_answers`. No completion is divided.
+        answers: Index of each token's completion, int64 `[K]`, below `num_answers`, the number of completions. All
+            tokens of a completion must be in the same call.
     """
     log_ratios = logps.detach() - sampling_logps
     ratios, limit, mode = _exp(log_ratios), rl.importance_sampling_clip_max, rl.importance_sampling_mode
