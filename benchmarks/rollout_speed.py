@@ -7,8 +7,7 @@ ranks synchronize at the end of each step. A tiny model is trained on completion
 as long as decoding and training on completions of the scenario would take, times `--scale`. The options are those of
 `rollout_schedules.py`, whose simulation runs on the same completions and speeds.
 
-The JSON object has, for each staleness, `step_s` (divided by the scale), `speedup` over staleness 0, `simulated`, the
-same ratio in the simulation, and the largest and the mean `staleness`.
+The JSON object has, for each staleness, `step_s` (divided by the scale), `speedup` over staleness 0, and `simulated`.
 """
 
 import argparse

@@ -33,8 +33,9 @@ from odc_mpi.rollout.sampling import (
 
 #: Minimum batch size for dropping rows that have ended. In smaller batches, this would hardly speed up decode steps.
 _MIN_ROWS = 16
-#: Part of a batch that must be free before other prompts take its place, since each prefill runs the whole model.
-_MIN_FREE_SHARE = 8
+#: Decode steps' worth of rows that may have been computed for ended completions before they are dropped, or been empty
+#: before other prompts are added. Dropping and adding copy the cache, which takes about as long.
+_DROP_STEPS, _ADD_STEPS = 0.25, 2.0
 #: Maximum number of tokens of a prefill in `Decoder.recompute`.
 _MAX_PREFILL_TOKENS = 1 << 14
 
@@ -112,18 +113,22 @@ class Decoder(PromptBatch):
         super().__init__(module, sampling, max_prompts, on_prompt_done)
         self._forward = CachedForward(module)
         self._rows: Sequence[Completion] = ()
+        self._num_ended = self._num_empty = 0  # since rows were last dropped, and since prompts were last added
         self._mask = torch.empty(0, 0, dtype=torch.int64)  # of the tokens in the cache
 
     @property
     @override
     def num_free(self) -> int:
         num_free = self._max_prompts + -len(self._active_rows()) // self._sampling.num_generations
-        fills = not self.prompts or num_free >= max(1, self._max_prompts // _MIN_FREE_SHARE)
-        return num_free if fills else 0
+        return num_free if not self.prompts or self._num_empty >= _ADD_STEPS * self._max_rows else 0
+
+    @property
+    def _max_rows(self) -> int:
+        return self._max_prompts * self._sampling.num_generations
 
     @override
     def add(self, prompts: Mapping[int, Prompt], step: int) -> None:
-        rows = self._start(prompts, step)
+        rows, self._num_empty = self._start(prompts, step), 0
         cache, mask = self._prefill([prompt.tokens[:-1] for prompt in prompts.values()])
         cache.batch_repeat_interleave(self._sampling.num_generations)
         self._select(self._active_rows())
@@ -133,7 +138,8 @@ class Decoder(PromptBatch):
     def step(self, step: int, on_token: Callable[[int], None] = lambda token: None) -> None:
         on_token(self.num_tokens + 1)
         active = self._active_rows()
-        if 2 * len(active) <= len(self._rows) >= _MIN_ROWS:
+        self._num_empty += self._max_rows - len(active)
+        if self._drops(len(active)):
             self._select(active)
             active = self._active_rows()
         self._mask = pad(self._mask, (0, 1), value=1)
@@ -145,6 +151,16 @@ class Decoder(PromptBatch):
         self._finish_prompts()
         if not self.prompts:
             self._select([])
+
+    def _drops(self, num_active: int) -> bool:
+        """Return True if rows that have ended should be dropped now."""
+        num_ended = len(self._rows) - num_active
+        self._num_ended += num_ended
+        if len(self._rows) < _MIN_ROWS or not num_ended:
+            return False
+        if self._max_prompts == 1:  # as in exact runs, whose bits depend on the rows of the batch
+            return 2 * num_active <= len(self._rows)
+        return self._num_ended >= _DROP_STEPS * len(self._rows)
 
     def recompute(self) -> None:
         """Compute the keys and values of all completions in progress again, with the current parameters.
@@ -177,6 +193,7 @@ class Decoder(PromptBatch):
 
     def _select(self, indices: list[int]) -> None:
         """Keep only the rows `indices`, and the columns that they use."""
+        self._num_ended = 0
         if not indices:
             self._rows = ()
         elif len(indices) < len(self._rows):

@@ -49,15 +49,17 @@ def append_rows(cache: transformers.Cache, num_rows: int, added: transformers.Ca
         if other.keys is not None and (layer.keys is None or not layer.is_initialized):
             layer.lazy_initialization(other.keys, other.values)
         for name, dim in _COLUMN_DIMS.items():
-            parts = [getattr(each, name, None) for each in (layer, other)]
-            example = next((part for part in parts if part is not None and part.numel()), None)
-            if example is not None:
-                longest = max(0 if part is None or not part.numel() else part.shape[dim] for part in parts)
-                padded = [
-                    _padded(part, example, dim, rows, longest)
-                    for part, rows in zip(parts, (num_rows, num_added), strict=True)
-                ]
-                setattr(layer, name, torch.cat(padded))
+            parts: list[Any] = [getattr(each, name, None) for each in (layer, other)]
+            filled = [part is not None and part.numel() > 0 for part in parts]
+            if any(filled):
+                example: torch.Tensor = parts[filled.index(True)]
+                shape = [num_rows + num_added, *example.shape[1:]]
+                shape[dim] = max(part.shape[dim] for part, has in zip(parts, filled, strict=True) if has)
+                joined = example.new_zeros(shape)
+                for part, has, rows in zip(parts, filled, joined.split((num_rows, num_added)), strict=True):
+                    if has:
+                        rows.narrow(dim, shape[dim] - part.shape[dim], part.shape[dim]).copy_(part)
+                setattr(layer, name, joined)
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = max(layer.cumulative_length, other.cumulative_length)
 
@@ -75,12 +77,3 @@ def drop_columns(cache: transformers.Cache, count: int) -> None:
                 setattr(layer, name, values.narrow(dim, values.shape[dim] - kept, kept).clone())
         if length is not None:
             layer.cumulative_length = length - count
-
-
-def _padded(part: torch.Tensor | None, example: torch.Tensor, dim: int, rows: int, columns: int) -> torch.Tensor:
-    """Return a tensor of a layer's cache with `rows` rows, padded on the left with zeros to `columns` columns."""
-    missing = columns - (part.shape[dim] if part is not None and part.numel() else 0)
-    shape = list(example.shape)
-    shape[0], shape[dim] = rows, missing
-    padding = example.new_zeros(shape)
-    return padding if part is None or not part.numel() else torch.cat([padding, part], dim) if missing else part
