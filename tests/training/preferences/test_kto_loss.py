@@ -47,7 +47,7 @@ class OneRank:
     """What the estimate needs of a run and its model, on one rank that claims all microbatches."""
 
     def __init__(self, dataset):
-        self.device, self.rank, self.size, self.world = torch.device("cpu"), 0, 1, self
+        self.device, self.rank, self.size, self.world, self.prefix = torch.device("cpu"), 0, 1, self, None
         longest = int(dataset.lengths.max())
         data = SimpleNamespace(max_tokens_per_microbatch=2 * longest, cost="linear")
         self.config = SimpleNamespace(data=data, run=SimpleNamespace(exact=False))
