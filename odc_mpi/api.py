@@ -129,8 +129,8 @@ def shard_model(
         dtypes=dtypes,
     )
     optimizes_here = computing is None or optimizer_device == "cuda"
-    free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
-    model.cache_bytes = auto_cache_bytes(free_bytes, num_ranks, model.cache_needs.maximum, chosen)
+    free, num_ranks = free_bytes(world, computing, model if optimizes_here else None)
+    model.cache_bytes = auto_cache_bytes(free, num_ranks, model.cache_needs.maximum, chosen)
     if world.rank == 0:
         warn_about_budgets(model.cache_bytes, model.cache_needs)
     return model
@@ -199,7 +199,7 @@ def choose_device(world: World) -> tuple[str, str]:
     return "cpu", f"{world.size} ranks share {'a GPU' if len(set(uuids)) == 1 else f'{len(set(uuids))} GPUs'}"
 
 
-def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
+def free_bytes(world: World, device: Device | None, optimized: ShardedModel | None = None) -> tuple[int, int]:
     """Return the free memory of the computing device in bytes, and the number of ranks that share this device.
 
     Collective if `device` is given. `optimized` is the model if its optimizer runs on the same device. The memory that

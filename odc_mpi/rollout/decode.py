@@ -1,8 +1,9 @@
 """Decoding of several completions per prompt, for several prompts at a time, one token for all of them at a time.
 
 The prefill of a prompt is computed once for all of its completions. When completions have ended, other prompts take
-their place in the batch, and once half of a batch of 16 or more has ended, it continues without them. Decoding can be
-interrupted between two tokens, and go on with other parameters.
+their place in the batch. Until then, a batch of 16 or more continues without the ended ones, as soon as their rows have
+cost as much as copying the cache without them. Decoding can be interrupted between two tokens, and go on with other
+parameters.
 
 Rounding of logits depends on the batch, so only identical batches are certain to yield equal tokens.
 

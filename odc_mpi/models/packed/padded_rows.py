@@ -2,8 +2,8 @@
 
 Such models carry a state from token to token (state spaces, convolutions, linear attention), or compute the positions
 of tokens themselves. A microbatch is still one row of concatenated sequences. Hooks of the model convert it to a row
-for each sequence, and the input of the head back to one row. In a causal model, padding
-at the end reaches no token, so it needs no mask. `equals_single_sequences` tries this.
+for each sequence, and the input of the head back to one row. In a causal model, padding at the end reaches no token, so
+it needs no mask. `equals_single_sequences` tries this.
 """
 
 from typing import Any

@@ -2,23 +2,24 @@
 
 from typing import Any
 
-import torch
-
+from odc_mpi.api import free_bytes
+from odc_mpi.comm.device.device import find_device
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.formatting import format_quantity
 from odc_mpi.models.decoding import CachedForward
 from odc_mpi.models.quirks.caches import decodes_batches
-from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 
-def require_carried(world: World, module: Any, rl: RLConfig, prompt_length: int, num_prompts: int) -> int:
+def require_carried(world: World, model: ShardedModel, rl: RLConfig, prompt_length: int, num_prompts: int) -> int:
     """Return the bytes per rank that keys and values of completions in progress can take between steps. Collective.
 
     `prompt_length` is the length in tokens of the longest prompt, and `num_prompts` the number of prompts in a step.
     Raises `AllRanksUserError` if the model cannot carry completions over, or if a rank has too little memory for them.
     """
+    module: Any = model.module
     if not decodes_batches(module):
         raise AllRanksUserError(
             f"rl.max_staleness: expected 0 with a model of the family {module.config.model_type}, which decodes one "
@@ -26,10 +27,10 @@ def require_carried(world: World, module: Any, rl: RLConfig, prompt_length: int,
         )
     num_rows = min(rl.max_concurrent_sequences, (rl.max_staleness + 1) * num_prompts * rl.num_generations)
     num_bytes = num_rows * CachedForward(module).cache_bytes(prompt_length + rl.max_completion_length)
+    free, num_ranks = free_bytes(world, find_device(model.device.type, world.host_rank))
+    share = free // num_ranks
 
     def check() -> None:
-        free = torch.cuda.mem_get_info(module.device)[0] if module.device.type == "cuda" else available_bytes()
-        share = free // (1 if module.device.type == "cuda" else world.host_size)
         if num_bytes > share:
             needed, found = (format_quantity("bytes", count) for count in (num_bytes, share))
             raise UserError(

@@ -102,8 +102,6 @@ class RolloutSource(MinibatchSource):
         self._observed_lengths: dict[int, float] = {}
         #: The current step, and the later steps whose prompts can be claimed.
         self._steps: deque[StepRollouts] = deque()
-        #: Values to add to the metrics of later steps.
-        self._later_metrics: dict[int, list[Callable[[], None]]] = {}
         self._note: Callable[[str], None] = world.set_status
         self._log = CompletionLog(world, config.run.dir, rl.log_completions, reward_names)
         self._warned = {"equal"} if rl.teacher_path else set()  # a teacher makes equal rewards harmless
@@ -120,8 +118,8 @@ class RolloutSource(MinibatchSource):
         """Check that there is memory for completions in progress, and report it. Collective with `rl.max_staleness`."""
         if not self._rl.max_staleness:
             return
-        longest, module = int(self._prompts.lengths.max()), self._model.module
-        num_bytes = require_carried(self._world, module, self._rl, longest, self._num_prompts)
+        longest = int(self._prompts.lengths.max())
+        num_bytes = require_carried(self._world, self._model, self._rl, longest, self._num_prompts)
         if self._world.rank == 0:
             again = "; those of the resumed run are generated again" if completed_steps else ""
             size = format_quantity("bytes", num_bytes)
@@ -140,7 +138,7 @@ class RolloutSource(MinibatchSource):
         num_ahead = min(self._rl.max_staleness, self._num_steps - step.number)
         for i, minibatch in enumerate(self._loader.upcoming(num_ahead)[ahead:], self._steps[-1].number + 1):
             self._add_step(i, minibatch)
-        for add in self._later_metrics.pop(step.number, []):
+        for add in self._steps[0].metrics_to_add:
             add()
 
     def microbatches(self, minibatch: PlannedMinibatch) -> Iterator[Microbatch]:
@@ -247,7 +245,7 @@ class RolloutSource(MinibatchSource):
         """
         num_ahead = 0
         with self._generating() if self._can_generate() else nullcontext():
-            while self._claim_prompts() or self._batch.prompts:
+            while self._claim_prompts():
                 self._batch.step(step.number, self._report_token)
                 self._publish_scored()
                 if sum(group.num_tokens for group in step.unpublished) >= self._max_tokens:
@@ -260,8 +258,7 @@ class RolloutSource(MinibatchSource):
                         return
 
     def _claim_prompts(self) -> bool:
-        """Claim prompts of the current and later steps, in this order, if the batch has room. Return True if any."""
-        has_claimed = False
+        """Claim prompts of this step and of later ones if there is room. Return False if none are in progress."""
         for step in self._steps:
             if num_free := self._batch.num_free:
                 positions = step.claim_prompts(num_free)
@@ -274,8 +271,7 @@ class RolloutSource(MinibatchSource):
                 }
                 if prompts:
                     self._batch.add(prompts, step.number)
-                    has_claimed = True
-        return has_claimed
+        return bool(self._batch.prompts)
 
     def _report_token(self, token: int) -> None:
         self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
@@ -296,18 +292,18 @@ class RolloutSource(MinibatchSource):
             step, position = self._step_of(key)
             group = self._score_group(step, position, self._scoring.pop(key), group_rewards)
             if not step.finish(position, group):
-                self._count(step.number, lambda: self._metrics.add("groups_not_stored"))
+                self._count(step, lambda: self._metrics.add("groups_not_stored"))
 
     def _step_of(self, key: int) -> tuple[StepRollouts, int]:
         number, position = divmod(key, self._num_prompts)
         return self._steps[number - self._steps[0].number], position
 
-    def _count(self, step: int, add: Callable[[], None]) -> None:
+    def _count(self, step: StepRollouts, add: Callable[[], None]) -> None:
         """Call `add` to add values to the metrics of `step`, now or when that step begins."""
-        if step == self._steps[0].number:
+        if step is self._steps[0]:
             add()
         else:
-            self._later_metrics.setdefault(step, []).append(add)
+            step.metrics_to_add.append(add)
 
     def _score_group(
         self, step: StepRollouts, position: int, completions: PromptCompletions, group_rewards: GroupRewards
@@ -317,10 +313,7 @@ class RolloutSource(MinibatchSource):
         record = self._prompts[index]
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
-        self._count(
-            step.number,
-            lambda: self._metrics.add_group(step.number, position, completions, group_rewards, excluded),
-        )
+        self._count(step, lambda: self._metrics.add_group(step.number, position, completions, group_rewards, excluded))
         if position == 0:
             self._log.add(step.number, record, completions, group_rewards, advantages, self._codec.decode)
         answers = []

@@ -1,6 +1,6 @@
 """Prompts of one training step: which ranks claim them, and where their finished groups are until they are trained."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
@@ -31,6 +31,7 @@ class StepRollouts:
             counts down.
         minibatch: The prompts. A position is an index in `minibatch.indices`.
         unpublished: Groups of this rank that do not fit in its store, and that it trains itself.
+        metrics_to_add: Functions to call when the step begins, which add values to its metrics.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class StepRollouts:
     ) -> None:
         self.number, self.minibatch = number, minibatch
         self.unpublished: list[PromptGroup] = []
+        self.metrics_to_add: list[Callable[[], None]] = []
         self._claim_order, self._windows = claim_order, windows
         self._draw: Iterator[int] | None = windows.tickets.draw(len(claim_order))
         self.num_decoding = 0
