@@ -69,50 +69,56 @@ def generate_all(arguments: GenerateArguments, world: World) -> list[CompletionO
     world.require_same("\n".join(json.dumps(request.prompt) for request in requests), "the prompts")
     model = shard(source, arguments.device, world)
     tickets = Tickets(world)
-    draw = tickets.draw(len(requests))
-    outputs: list[CompletionOutput] = []
-    # If several ranks generate, rank 0 prints all completions in order at the end.
-    prints = arguments.out is None and world.size == 1
-    ended: dict[int, CompletionOutput] = {}
-
-    def on_prompt_done(number: int, found: PromptCompletions) -> None:
-        ended[number] = completion_output(number, found)
-        while prints and len(outputs) in ended:
-            _print(source.tokenizer, requests, ended[len(outputs)])
-            outputs.append(ended.pop(len(outputs)))
-
-    with unsharded_if_fits(model), model.activity("generating") as set_activity:
-        if prints and len(requests) == 1:
-            streamer = _print_prompt(source.tokenizer, requests[0], 1)
-            outputs.append(generate(model.module, requests[0].prompt, arguments.sampling, streamer))
-        else:
-            share = -(-len(requests) // world.size)
-            batch = prompt_batch(
-                model.module,
-                arguments.sampling.rollout,
-                min(share, arguments.batch_size),
-                on_prompt_done,
-            )
-
-            def report(token: int) -> None:
-                set_activity(f"generating token {token:,} of {len(batch.prompts):,} completions")
-
-            def claim(count: int) -> dict[int, Prompt]:
-                return {index: requests[index].prompt for index in itertools.islice(draw, count)}
-
-            decode_claimed(batch, claim, 0, report)
-    completions = sorted(
-        output for rank_outputs in world.gather_objects([*outputs, *ended.values()]) for output in rank_outputs
-    )
+    outputs = _complete(source, model, requests, arguments, tickets, world)
+    completions = sorted(itertools.chain.from_iterable(world.gather_objects(outputs)))
     records = [output_record(source.tokenizer, *pair) for pair in zip(requests, completions, strict=True)]
     if (out := arguments.out) is not None:
         world.run_on_all(lambda: _write(out, records) if world.rank == 0 else None)
-    elif world.rank == 0 and not prints:
+    elif world.rank == 0 and world.size > 1:
         for completion in completions:
             _print(source.tokenizer, requests, completion)
     tickets.close()
     model.close()
     return completions
+
+
+def _complete(
+    source: GenerationModel,
+    model: ShardedModel,
+    requests: Sequence[Request],
+    arguments: GenerateArguments,
+    tickets: Tickets,
+    world: World,
+) -> list[CompletionOutput]:
+    """Complete the prompts that this rank claims, in any order. One-sided. A single rank prints them in order."""
+    prints = arguments.out is None and world.size == 1
+    if prints and len(requests) == 1:
+        with unsharded_if_fits(model):
+            streamer = _print_prompt(source.tokenizer, requests[0], 1)
+            return [generate(model.module, requests[0].prompt, arguments.sampling, streamer)]
+    draw = tickets.draw(len(requests))
+    outputs: dict[int, CompletionOutput] = {}
+    num_printed = 0
+
+    def on_prompt_done(number: int, found: PromptCompletions) -> None:
+        nonlocal num_printed
+        outputs[number] = completion_output(number, found)
+        while prints and num_printed in outputs:
+            _print(source.tokenizer, requests, outputs[num_printed])
+            num_printed += 1
+
+    def claim(count: int) -> dict[int, Prompt]:
+        return {index: requests[index].prompt for index in itertools.islice(draw, count)}
+
+    max_prompts = min(-(-len(requests) // world.size), arguments.batch_size)
+    batch = prompt_batch(model.module, arguments.sampling.rollout, max_prompts, on_prompt_done)
+    with unsharded_if_fits(model), model.activity("generating") as set_activity:
+
+        def report(token: int) -> None:
+            set_activity(f"generating token {token:,} of {len(batch.prompts):,} completions")
+
+        decode_claimed(batch, claim, 0, report)
+    return list(outputs.values())
 
 
 def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationModel:
