@@ -21,7 +21,8 @@ _OPEN_MPI = (
     b"odc_mpi: mpiexec of Open MPI ends the ranks 0.25 s after Ctrl-C, SIGTERM or the end of a rank, before they can "
     b"save: to save and stop, send SIGUSR1 to mpiexec. The same command resumes from the newest checkpoint\n"
 )
-_SRUN = b"odc_mpi: srun kills the ranks after Ctrl-C, before they can save: to save and stop, send SIGUSR1 to srun\n"
+#: srun kills the ranks some milliseconds after it forwarded Ctrl-C, so this is printed at the start.
+_SRUN = b"odc_mpi: Ctrl-C ends this run without a checkpoint: to save and stop, send SIGUSR1 to srun\n"
 #: Seconds after the first signal during which others are ignored, because a launcher may forward the same signal.
 REPEAT_S = 1.0
 
@@ -46,6 +47,7 @@ class StopRequest(Callback):
         if threading.current_thread() is threading.main_thread():
             # Not in the handler: it may interrupt the start of another thread, which holds a lock.
             self._watcher.start()
+            _print_how_to_stop()
             self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
@@ -95,6 +97,13 @@ class StopRequest(Callback):
                 libc.signal(number, None)  # SIG_DFL
 
 
+def _print_how_to_stop() -> None:
+    """Print on rank 0 how to stop a run that a user started by srun. Our batch scripts set `ODC_MPI_STOP_FILE`."""
+    by_srun = "SLURM_STEP_ID" in os.environ and "MPI_LOCALNRANKS" not in os.environ  # not by MPICH's mpiexec
+    if by_srun and "ODC_MPI_STOP_FILE" not in os.environ and launched_rank() == 0:
+        os.write(2, _SRUN)
+
+
 def _print_notice(number: int) -> None:
     """Print on rank 0 how the run ends. Safe in a signal handler, where `print` could interrupt another `print`."""
     ends_at_once = "PRTE_LAUNCHED" in os.environ  # by mpiexec of Open MPI; srun lets the ranks finish
@@ -105,5 +114,4 @@ def _print_notice(number: int) -> None:
             os.write(terminal, _OPEN_MPI)
             os.close(terminal)
         elif launched_rank() == 0 and number == signal.SIGINT:
-            by_srun = "SLURM_STEP_ID" in os.environ and "MPI_LOCALNRANKS" not in os.environ  # not by MPICH's mpiexec
-            os.write(2, _SRUN if by_srun else _INTERRUPTED)
+            os.write(2, _INTERRUPTED)

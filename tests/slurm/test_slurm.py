@@ -232,7 +232,7 @@ def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
 
 
-#: Sends signals to srun within a second, after the third step of a run.
+#: Sends signals to srun within a second, after the third step of a run. At the first SIGINT it prints which tasks run.
 SIGNAL_SRUN = """
 import pathlib, signal, subprocess, sys, time
 srun = subprocess.Popen(sys.argv[3:])
@@ -252,7 +252,7 @@ sys.exit(srun.wait(60))
     ("signals", "code", "words"),
     [
         ("SIGUSR1", 75, "checkpoint saved. Run the same command to resume"),
-        ("SIGINT,SIGINT", 137, "to save and stop, send SIGUSR1 to srun"),  # the first only prints which tasks run
+        ("SIGINT,SIGINT", 137, "Ctrl-C ends this run without a checkpoint: to save and stop, send SIGUSR1 to srun"),
     ],
 )
 def test_srun_forwards_the_signal_that_saves_and_ctrl_c_names_it(place, signals, code, words):
