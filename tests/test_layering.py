@@ -30,7 +30,7 @@ MAY_SEE = {
     "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),
     "models": {"shard", "data", "checkpoint", "runtime.world"},
-    "observe": {"islands.run_dir", "runtime", "data", "shard"},
+    "observe": {"islands.norms", "islands.run_dir", "runtime", "data", "shard"},
     "training": {
         *("api", "checkpoint", "data", "islands", "models", "observe", "rollout", "shard", "runtime"),
         *("comm.work_queue", "comm.context_parallel.kv_windows", "comm.context_parallel.kv_exchange", "comm.tickets"),

@@ -1,5 +1,7 @@
 """Decisions from norms. This module does not communicate.
 
+`UsualNorm` is a moving average of norms. `observe.push_watch` compares the gradients of each rank with it, too.
+
 `NormWatch` finds faults such as a memory error or a library that differs on one host. With two islands it cannot detect
 which one is right, only which one left the range of both. It is no protection against a malicious rank.
 
@@ -17,9 +19,9 @@ from typing import Any
 
 from odc_mpi.errors import TrainingError
 
-#: Number of synchronizations of a fragment before norms are compared with their mean.
+#: Number of norms before the next one is compared with their mean.
 WARM_UP = 10
-#: Weight of the latest norms in the exponential mean.
+#: Weight of the latest norm in the exponential mean.
 _MEAN_WEIGHT = 0.1
 #: Number of consecutive synchronizations without the contribution of an island that ends the run.
 _MAX_CONSECUTIVE = 3
@@ -27,6 +29,26 @@ _MAX_CONSECUTIVE = 3
 WINDOW = 25
 #: Weights of the norms in a full window, from the oldest to the latest.
 _WEIGHTS = [0.99**age for age in reversed(range(WINDOW))]
+
+
+class UsualNorm:
+    """Exponential moving average of norms, initially 0, and the number of its norms."""
+
+    def __init__(self, mean: float = 0.0, count: int = 0) -> None:
+        self.mean, self.count = mean, count
+
+    def factor(self, norm: float) -> float:
+        """Return `norm` as a multiple of the mean: infinity if it is not finite, and 0 if the mean is 0."""
+        return math.inf if not math.isfinite(norm) else norm / self.mean if self.mean > 0 else 0.0
+
+    def is_exceeded(self, factor: float, limit: float) -> bool:
+        """Return True if `factor` is infinite or, after 10 norms, above `limit`. A `limit` of 0 allows any number."""
+        return not math.isfinite(factor) or (0 < limit < factor and self.count >= WARM_UP)
+
+    def add(self, norm: float) -> None:
+        """Let a finite norm enter the mean."""
+        self.mean += (_MEAN_WEIGHT if self.count else 1.0) * (norm - self.mean)
+        self.count += 1
 
 
 class NormWatch:
@@ -42,8 +64,7 @@ class NormWatch:
 
     def __init__(self, num_islands: int, num_fragments: int, limit: float) -> None:
         self._limit = limit
-        self._means = [0.0] * num_fragments
-        self._num_rounds = [0] * num_fragments
+        self._usual = [UsualNorm() for _ in range(num_fragments)]
         self._num_consecutive = [0] * num_islands
 
     def check(self, fragment: int, norms: Sequence[float]) -> dict[int, float]:
@@ -56,11 +77,13 @@ class NormWatch:
         Raises:
             TrainingError: An island's contribution is left out for the third time in a row, regardless of the fragment.
         """
-        factors = [self._factor(fragment, norm) for norm in norms]
-        left_out = {island: factor for island, factor in enumerate(factors) if not self._is_accepted(fragment, factor)}
+        usual = self._usual[fragment]
+        factors = dict(enumerate(map(usual.factor, norms)))
+        left_out = {island: factor for island, factor in factors.items() if usual.is_exceeded(factor, self._limit)}
         if len(left_out) == len(norms):  # a change of training, not a fault of one island
             left_out = {island: factor for island, factor in left_out.items() if math.isinf(factor)}
-        self._update_mean(fragment, [norm for island, norm in enumerate(norms) if island not in left_out])
+        if accepted := [norm for island, norm in enumerate(norms) if island not in left_out]:
+            usual.add(sum(accepted) / len(accepted))
         for island in range(len(norms)):
             self._num_consecutive[island] = self._num_consecutive[island] + 1 if island in left_out else 0
         for island, factor in left_out.items():
@@ -76,33 +99,17 @@ class NormWatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the means and counts as JSON-serializable values."""
         return {
-            "means": list(self._means),
-            "num_rounds": list(self._num_rounds),
+            "means": [usual.mean for usual in self._usual],
+            "num_rounds": [usual.count for usual in self._usual],
             "num_consecutive": list(self._num_consecutive),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the means and counts. A state for a different number of islands or fragments is ignored."""
         means, num_consecutive = state_dict["means"], state_dict["num_consecutive"]
-        if len(means) == len(self._means) and len(num_consecutive) == len(self._num_consecutive):
-            self._means = list(means)
-            self._num_rounds = list(state_dict["num_rounds"])
+        if len(means) == len(self._usual) and len(num_consecutive) == len(self._num_consecutive):
+            self._usual = [UsualNorm(*each) for each in zip(means, state_dict["num_rounds"], strict=True)]
             self._num_consecutive = list(num_consecutive)
-
-    def _factor(self, fragment: int, norm: float) -> float:
-        mean = self._means[fragment]
-        return math.inf if not math.isfinite(norm) else norm / mean if mean > 0 else 0.0
-
-    def _is_accepted(self, fragment: int, factor: float) -> bool:
-        is_compared = self._limit > 0 and self._num_rounds[fragment] >= WARM_UP
-        return math.isfinite(factor) and not (is_compared and factor > self._limit)
-
-    def _update_mean(self, fragment: int, accepted: Sequence[float]) -> None:
-        if accepted:
-            latest = sum(accepted) / len(accepted)
-            weight = _MEAN_WEIGHT if self._num_rounds[fragment] else 1.0
-            self._means[fragment] += weight * (latest - self._means[fragment])
-            self._num_rounds[fragment] += 1
 
     def _message(self, island: int, factor: float) -> str:
         remedy = ". If they are healthy, raise islands.norm_limit" if math.isfinite(factor) else ""

@@ -70,7 +70,7 @@ class FixedPointGradients(GradientFormat):
         self._numels = dict(numels)
         self.exponents = dict.fromkeys(numels, FIRST_EXPONENT)
         self.relative_error = 0.0
-        # Exponents of the complete sums, and bounds on their elements.
+        # Exponents of this minibatch's pushes and their sums, and bounds on the elements of the sums.
         self._received: dict[int, int] = {}
         self._finite = True
         self._largest: dict[int, float] = {}
@@ -81,6 +81,7 @@ class FixedPointGradients(GradientFormat):
     @override
     def start(self) -> None:
         self._statistics = {}
+        self._received = dict(self.exponents)
 
     @override
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
@@ -102,12 +103,14 @@ class FixedPointGradients(GradientFormat):
 
     @override
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        return {index: statistics[0] for index, statistics in self._statistics.items()}
+        return {
+            index: statistics[0] * 2.0 ** (BOUND_BITS - self._received[index])
+            for index, statistics in self._statistics.items()
+        }
 
     @override
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
         rows = dict(zip(self._numels, totals.reshape(-1, 3).tolist(), strict=True))
-        self._received = dict(self.exponents)
         steps = {index: 2.0 ** -self.exponents[index] for index in rows}
         self._largest = {index: row[0] * 2.0**BOUND_BITS * steps[index] for index, row in rows.items()}
         self._finite = all(row[0] <= 2.0 ** (SUM_BITS - BOUND_BITS) for row in rows.values())

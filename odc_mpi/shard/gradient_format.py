@@ -79,7 +79,11 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return scaled bounds on this rank's pushes, keyed by array index. A bound is finite if the gradients are."""
+        """Return bounds on the sums of this rank's pushes since `start`, float64 scalars, keyed by array index.
+
+        No element of the sum of an array's pushes has a larger magnitude. If a gradient is not finite, neither is the
+        bound. Fixed-point numbers are bounded up to 2**18 times the usual bound.
+        """
 
 
 class FloatGradients(GradientFormat):

@@ -137,7 +137,10 @@ class GradientPusher:
             self._finishing.append(self._thread.start(self._finish_arrays, complete))
 
     def finish(self) -> None:
-        """Push the local sums, wait until the buffers of all pushes may be reused, and end the minibatch. One-sided."""
+        """Push the local sums, wait until the buffers of all pushes may be reused, and end the minibatch.
+
+        One-sided. Idempotent.
+        """
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)

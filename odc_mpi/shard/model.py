@@ -187,11 +187,7 @@ class ShardedModel:
         minibatch = MinibatchStats((*names, *TRAFFIC))
         # Without try, because this rank must not enter the collective after an exception in the enclosed code.
         yield minibatch
-        self._transport.group.world.set_status("completing its fetches and pushes")
-        # Before the collective, because after it, owners may write to their shards while a fetch in flight still reads.
-        self._unsharded.reshard_all()
-        self._unsharded.fetch_allowed = False
-        self._pusher.finish()
+        self._complete_communication()
         self._unsharded.activity.finish_minibatch()
         minibatch.local.update(zip(TRAFFIC, self._transport.take_traffic(), strict=True))
         pushed = [name in self._pusher.parameters_with_gradient for name, _ in self.named_shard_parameters()]
@@ -202,6 +198,18 @@ class ShardedModel:
         minibatch.finite = self.gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self.gradient_format)
         self._phase = StepPhase.COMPLETE
+
+    def largest_pushed(self) -> dict[str, float]:
+        """Push the gradients that are left, and return for each unit a bound on the sum of what this rank pushed.
+
+        One-sided. Call it in a minibatch after the last backward pass. The values are keyed by the names of the units
+        that got a gradient on this rank, in the order of `units`: their largest element times the number of pushes.
+        """
+        self._complete_communication()
+        bounds = self.gradient_format.bounds()
+        values = dict(zip(bounds, torch.stack([*bounds.values()]).tolist(), strict=True)) if bounds else {}
+        pushed = {unit.name: [values[i] for i in unit.indices if i in values] for unit in self.units}
+        return {name: max(each) for name, each in pushed.items() if each}
 
     def gather_values(self, values: Sequence[float]) -> np.ndarray:
         """Gather numbers of all ranks, `[k]` on each, into a float64 array `[ranks, k]`. Collective.
@@ -360,6 +368,13 @@ class ShardedModel:
         """Free the windows. Collective. Idempotent. The tensors from `shard_parameters()` keep their values."""
         self._phase = StepPhase.CLOSED
         self._resources.close()
+
+    def _complete_communication(self) -> None:
+        self._transport.group.world.set_status("completing its fetches and pushes")
+        # Before the collective, because after it, owners may write to their shards while a fetch in flight still reads.
+        self._unsharded.reshard_all()
+        self._unsharded.fetch_allowed = False
+        self._pusher.finish()
 
     def _require_phase(self, expected: StepPhase, call: str) -> None:
         if self._phase is not expected:

@@ -16,6 +16,7 @@ The training loop calls the hooks of the callbacks in this order:
     DiLoCo                                      merges the models of islands that train apart
     PrefixCache                                 makes hidden states of frozen layers visible to all ranks
     ThroughputMetrics, RunInfo                  add time, epoch, speed per rank, peak memory, and the ranks
+    PushWatch                                   warns of ranks whose gradients deviate from their usual ones
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
     NonFiniteReport                             can end the run after the step is logged
     StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
@@ -49,6 +50,7 @@ from odc_mpi.models.quantization.quantize import share_reads
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.metrics import Metric
+from odc_mpi.observe.push_watch import PushWatch
 from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
@@ -95,6 +97,8 @@ class Run:
         tracker_callback = _build_tracker_callback(config, world)
         info = RunInfo(config, world, context.decision, model)
         trainer.callbacks += [_build_throughput_metrics(context, model), info]
+        if config.run.norm_watch:
+            trainer.callbacks.append(PushWatch(world, model, config.run.norm_watch))
         context.inputs = None  # type: ignore[assignment]  # all weights have been read
         context.check_stop()
         # Last in the setup, because all errors must be raised before anything is written.

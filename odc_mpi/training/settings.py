@@ -188,6 +188,9 @@ class RunConfig:
     detect_anomaly: Annotated[bool, "end at the first non-finite gradient, and write its data to anomaly.json"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only after the last step", NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
+    norm_watch: Annotated[
+        float, "warn of ranks with gradients above N times their usual ones; 0: off", NOT_NEGATIVE
+    ] = 1000.0
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss, or the highest reward"] = False
     resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "bitwise identical results on any number of ranks; docs/exact.md"] = False
