@@ -19,6 +19,7 @@ from torch import nn
 
 from odc_mpi.islands.encoding import Encoding
 from odc_mpi.islands.fragments import Fragment
+from odc_mpi.islands.topk import TopK
 
 #: Number of elements that are converted to fp64 at a time.
 _PART_NUMEL = 1 << 15
@@ -42,7 +43,7 @@ class OuterOptimizer:
         self,
         slices: Sequence[nn.Parameter],
         fragments: Sequence[Fragment],
-        encoding: Encoding,
+        encoding: Encoding | TopK,
         *,
         learning_rate: float,
         momentum: float,

@@ -144,4 +144,4 @@ def test_messages_of_parts_are_parts_of_the_message(name, num_bytes):
 
 def test_the_simulator_assumes_the_sizes_of_the_encodings():
     for name, num_bytes in WIRE_BYTES.items():
-        assert make_encoding(name).num_bytes(BLOCK_NUMEL) == num_bytes * BLOCK_NUMEL
+        assert make_encoding(name).num_bytes(4096) == num_bytes * 4096

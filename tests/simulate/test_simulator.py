@@ -75,7 +75,7 @@ def test_durations_by_hand():
         ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too"),
         ({"sync_every": 5}, "--sync-every: expected --islands of 2 or more, got 1: set --islands, too"),
         ({"num_islands": 2, "wire": "int8"}, "--wire: expected --sync-every of 1 or more with int8, got 0: set it"),
-        ({"num_islands": 2, "sync_every": 5, "wire": "int4"}, "--wire: expected float32 or ... or e3m0, got int4"),
+        ({"num_islands": 2, "sync_every": 5, "wire": "int4"}, "--wire: expected float32 or ... or topk, got int4"),
     ],
 )
 def test_user_errors_name_the_option(values, option):

@@ -318,6 +318,8 @@ def test_user_errors_in_a_file(write, text, expected):
         (f"{OUTER} --islands.fragments=4", "islands.fragments: expected a divisor of islands.sync_every, 30, got 4"),
         (f"{OUTER} --islands.fragments=3 --islands.delay=10", "islands.delay: expected less than 10"),
         (f"{OUTER} --islands.error_feedback=true", "islands.error_feedback: expected false with islands.wire float32"),
+        (f"{OUTER} --islands.wire=topk", "islands.error_feedback: expected true with islands.wire topk"),
+        (f"{OUTER} --islands.wire=topk --islands.error_feedback=true --run.exact=true", "islands.wire: expected float"),
         (f"{OUTER} {CHANGE} --islands.fragments=3", "islands.fragments: expected 1 with islands.sync_when change"),
         (f"{OUTER} {CHANGE} --islands.delay=3", "islands.delay: expected 0 with islands.sync_when change"),
         (f"{OUTER} {CHANGE} --optim.max_grad_norm=0", "optim.max_grad_norm: expected a value above 0 with"),

@@ -51,7 +51,8 @@ class DiLoCo(Callback):
         local_share: After a merge, islands continue from `local_share * local + (1 - local_share) * outer`.
         learning_rate: Learning rate of the outer optimizer, which is SGD with Nesterov momentum.
         momentum: Momentum of the outer optimizer, or 0 for none.
-        wire: Encoding of the differences: "float32", "bfloat16", "int8" or "e3m0".
+        wire: Encoding of the differences: "float32", "bfloat16", "int8", "e3m0" or "topk".
+        topk: Share of the elements of a difference that "topk" sends, above 0.
         error_feedback: True to add the encoding's rounding errors to the fragment's next difference.
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. If this is 0, only
             non-finite differences are left out.
@@ -87,6 +88,7 @@ class DiLoCo(Callback):
         learning_rate: float = 0.7,
         momentum: float = 0.5,
         wire: str = "float32",
+        topk: float = 0.03,
         error_feedback: bool = False,
         norm_limit: float = 10.0,
         rule: ChangeRule | None = None,
@@ -105,7 +107,7 @@ class DiLoCo(Callback):
         self._optimizer = OuterOptimizer(
             model.shard_parameters(),
             make_fragments([(each.spec.numel, each.start, each.stop) for each in slices], fragments),
-            make_encoding(wire),
+            make_encoding(wire, topk),
             learning_rate=learning_rate,
             momentum=momentum,
             local_share=local_share,

@@ -9,6 +9,7 @@ from odc_mpi.setting_types import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check
 from odc_mpi.training.parsing.conflicts import Conflicts
 
 _SHARE = Check("from 0 to 1", lambda value: 0 <= value <= 1)
+_PART = Check("above 0 and at most 0.25", lambda value: 0 < value <= 0.25)
 _MOMENTUM = Check("from 0 up to, but not including, 1", lambda value: 0 <= value < 1)
 _BY = Check("1 or more", lambda value: isinstance(value, str) or ONE_OR_MORE.is_valid(value))
 ISLAND_CONFLICTS = Conflicts(
@@ -42,8 +43,9 @@ class IslandsConfig:
     outer_learning_rate: Annotated[float, "outer: learning rate of SGD on the difference", POSITIVE] = 0.7
     outer_momentum: Annotated[float, "outer: Nesterov momentum; 0.9 for long runs", _MOMENTUM] = 0.5
     wire: Annotated[
-        Literal["float32", "bfloat16", "int8", "e3m0"], "outer: format of differences sent to other islands"
+        Literal["float32", "bfloat16", "int8", "e3m0", "topk"], "outer: format of differences sent to other islands"
     ] = "float32"
+    topk: Annotated[float, "wire topk: share of the differences that is sent, the largest ones", _PART] = 0.03
     error_feedback: Annotated[bool, "outer: add rounding errors of the format to the next difference"] = False
     norm_limit: Annotated[
         float, "outer: leave out differences of more than N times the usual norm; 0: off", NOT_NEGATIVE
@@ -86,6 +88,10 @@ def _check_outer(values: Mapping[str, Any], source: str) -> None:
     if by_name["error_feedback"] and by_name["wire"] == "float32":
         raise UserError(
             f"{source}: islands.error_feedback: expected false with islands.wire float32, which loses nothing"
+        )
+    if by_name["wire"] == "topk" and not by_name["error_feedback"]:
+        raise UserError(
+            f"{source}: islands.error_feedback: expected true with islands.wire topk, which sends a part only"
         )
     if by_name["sync_when"] == "change":
         for name, expected in (("fragments", 1), ("delay", 0)):

@@ -79,7 +79,7 @@ set islands.by to node, or to the number of ranks over which each copy of the pa
     zero_hpz_partition_size|mics_shard_size
 set islands.mode to outer, and islands.by (docs/islands.md)
     (enable_|use_)?diloco|semi_sync_method|num_diloco_replicas|outer_optim\w*
-set islands.wire to bfloat16, int8 or e3m0
+set islands.wire to bfloat16, int8, e3m0 or topk
     should_quantize|upload_dtype|(outer_)?compression
 not needed: parameters, gradients and optimizer states are always sharded over the ranks
     fsdp\w*|deepspeed|ds3_\w+|ddp_\w+|local_rank|parallelism_config|accelerator_config|average_tokens_\w+

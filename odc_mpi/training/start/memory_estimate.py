@@ -203,7 +203,7 @@ def _merge_bytes(config: Config, sizes: _Sizes, num_islands: int) -> int:
     kept = 8 + 4 * islands.error_feedback
     # Four arrays of the fragment's elements, such as differences and means; two messages in the window, one to show,
     # and those of all islands.
-    message = make_encoding(islands.wire).num_bytes(numel)
+    message = make_encoding(islands.wire, islands.topk).num_bytes(numel)
     in_transit = (16 * numel + (num_islands + 3) * message) // islands.fragments
     # An evaluation keeps a copy of the local parameters.
     return 2 * kept * numel + max(in_transit, 4 * numel)

@@ -89,6 +89,21 @@ def test_outer_parameters_that_differ_between_islands_end_the_run(world, dataset
         trainer.model.publish()
 
 
+def test_islands_that_send_a_part_of_their_differences_train_nearly_as_well(world, dataset_path):
+    """All islands have the same outer parameters, which each merge checks."""
+    last = {}
+    for wire, feedback in (("float32", False), ("topk", True)):
+        changes = {"islands.wire": wire, "islands.error_feedback": feedback, "run.steps": 45}
+        with training_apart(configure(dataset_path, **OUTER | changes), world) as (trainer, _):
+            steps = [trainer.step() for _ in range(45)]
+            last[wire] = (
+                sum(step["loss"] for step in steps[-5:]) / 5,
+                sum(step["bytes_between_islands"] for step in steps),
+            )
+    assert steps[0]["loss"] - last["topk"][0] > 0.5 * (steps[0]["loss"] - last["float32"][0]) > 0.5
+    assert last["float32"][1] / last["topk"][1] > 60
+
+
 def test_islands_synchronize_when_the_gradient_norm_changes(world, dataset_path):
     """After each of the first 25 steps, at the latest 10 steps later, and at a peak of one island's norm."""
     changes = {"islands.sync_when": "change", "islands.change": 0.5, "islands.sync_every": 10, "run.steps": 60}
