@@ -35,7 +35,7 @@ MAY_SEE = {
         *("api", "checkpoint", "data", "islands", "models", "observe", "rollout", "shard", "runtime"),
         *("comm.work_queue", "comm.context_parallel.kv_windows", "comm.context_parallel.kv_exchange", "comm.tickets"),
         *("comm.settings", "comm.device.device", "comm.device.device_memory", "probe.decision"),
-        *("comm.islands.islands", "comm.islands.merges"),
+        *("comm.islands.islands", "comm.islands.merges", "comm.buddies"),
     },
     "rollout": {"data", "models"},
     "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint", "rollout"},

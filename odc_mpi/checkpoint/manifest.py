@@ -14,10 +14,10 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
@@ -29,6 +29,12 @@ MANIFEST, INDEX = "manifest.json", "index.h5"
 #: Name of the subdirectory of a run directory that contains the checkpoints.
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step_(\d{8,})")
+
+#: Sections of a checkpoint.
+MODEL, OPTIMIZER = "model", "optimizer"
+#: Records of the state of slices, keyed by path without the name, such as optimizer/exp_avg, then by parameter name. A
+#: record is the name of the dtype for a tensor with one number per element, or the value for a single number.
+StateRecords: TypeAlias = dict[str, dict[str, str | float]]
 
 #: NumPy type in which each torch dtype is stored. HDF5 lacks bf16 and fp8, so their bits are stored as integers.
 STORED_AS = {
@@ -99,11 +105,30 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
 
+def add_state(manifest: Manifest, records: Sequence[StateRecords]) -> Manifest:
+    """Return a manifest of model tensors with the state of all ranks' slices, given each rank's records."""
+    tensors, scalars = dict(manifest.tensors), dict[str, dict[str, float]]()
+    for record in records:
+        for section, by_name in record.items():
+            for name, value in by_name.items():
+                if isinstance(value, str):
+                    parameter = tensors[f"{MODEL}/{name}"]
+                    tensors[f"{section}/{name}"] = TensorRecord("state", value, parameter.shape, parameter.ranges)
+                else:
+                    scalars.setdefault(section.removeprefix(f"{OPTIMIZER}/"), {})[name] = value
+    return replace(manifest, tensors=tensors, scalars=scalars)
+
+
 def shard_name(step: int, rank: int) -> str:
     """Return the name of a rank's file in a step's checkpoint."""
     # The name contains the step, because HDF5 also searches the current directory for the files of an index, and that
     # directory may be another checkpoint.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
+
+
+def file_attributes(step: int, rank: int, size: int) -> dict[str, str | int]:
+    """Return the attributes of a rank's file in a step's checkpoint."""
+    return {"format": FORMAT, "version": VERSION, "step": step, "rank": rank, "size": size}
 
 
 def step_name(step: int) -> str:
@@ -121,27 +146,37 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest to the file `path`, and flush it to disk."""
+    write_checked(path, asdict(manifest))
+
+
+def write_checked(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON with a checksum, which `read_checked` reads, to the file `path`, and flush it to disk."""
     # The checksum is of the content as it is read: JSON converts numeric keys to strings, which sort differently.
-    body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
+    body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **content}))
     path.write_text(json.dumps({**body, "checksum": _checksum(body)}) + "\n", encoding="utf-8")
     sync(path)
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Read JSON of `write_checked`. Raise `UserError` for damage, or `VersionError` if its version is not `VERSION`."""
+    body = parse_json(path.read_bytes())
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise UserError(f"{path} is not the manifest of a checkpoint of odc_mpi")
+    if body.get("version") != VERSION:
+        raise VersionError(
+            f"{path}: expected version {VERSION} of the format, got {body.get('version')}: read it with the "
+            "version of odc_mpi that wrote it"
+        )
+    if body.pop("checksum", None) != _checksum(body):
+        raise UserError(f"{path} is damaged: its checksum does not match")
+    return body
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read a checkpoint's manifest. Raise `UserError` for damage, or `VersionError` if its version is not `VERSION`."""
     path = directory / MANIFEST
     try:
-        body = parse_json(path.read_bytes())
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise UserError(f"{path} is not the manifest of a checkpoint of odc_mpi")
-        if body.get("version") != VERSION:
-            raise VersionError(
-                f"{path}: expected version {VERSION} of the format, got {body.get('version')}: read it with the "
-                "version of odc_mpi that wrote it"
-            )
-        if body.pop("checksum", None) != _checksum(body):
-            raise UserError(f"{path} is damaged: its checksum does not match")
-        manifest = _from_json(body)
+        manifest = from_json(read_checked(path))
         _check(manifest)
         return manifest
     except FileNotFoundError as error:
@@ -154,7 +189,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise UserError(f"{path} is damaged: {one_line_message(error)}") from error
 
 
-def _from_json(body: Mapping[str, Any]) -> Manifest:
+def from_json(body: Mapping[str, Any]) -> Manifest:
+    """Convert the parsed JSON of `asdict(manifest)` to a manifest. Other content raises many types of exceptions."""
     tensors = {
         path: TensorRecord(each["kind"], each["dtype"], tuple(each["shape"]), tuple(map(tuple, each["ranges"])))
         for path, each in body["tensors"].items()

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from odc_mpi.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest, shard_name, step_name
+from odc_mpi.checkpoint.manifest import FileRecord, Manifest, file_attributes, shard_name, step_name
 from odc_mpi.checkpoint.publish import prune, publish
 from odc_mpi.checkpoint.shard_file import ShardEntry, write_shard
 from odc_mpi.errors import one_line_message
@@ -144,16 +144,15 @@ class Saver:
             self._publishing.join()
 
     def _write(self, step: int, entries: Sequence[ShardEntry]) -> FileRecord:
-        attributes: dict[str, str | int] = {"format": FORMAT, "version": VERSION, "step": step}
-        attributes |= {"rank": self._rank, "size": self._size}
         try:
             self._check()
             directory = self._unfinished(step)
             directory.mkdir(parents=True, exist_ok=True)
+            attributes = file_attributes(step, self._rank, self._size)
             return write_shard(directory / shard_name(step, self._rank), entries, attributes)
         except Exception as error:
             self._warn(
-                f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_format_error(error)}"
+                f"rank {self._rank} could not write its part of the checkpoint of step {step}: {format_error(error)}"
             )
             raise
 
@@ -174,7 +173,7 @@ class Saver:
             self._check()
             publish(directory, replace(head.manifest, files=files_by_name), self._directory / step_name(head.step))
         except Exception as error:
-            self._warn(f"WARNING: checkpoint of step {head.step} not saved: {_format_error(error)}; training continues")
+            self._warn(f"WARNING: checkpoint of step {head.step} not saved: {format_error(error)}; training continues")
             shutil.rmtree(directory, ignore_errors=True)
             self.num_failed, self.last_failed = self.num_failed + 1, True
             return
@@ -188,5 +187,6 @@ class Saver:
         return self._directory / f".{step_name(step)}.{self._token}"
 
 
-def _format_error(error: Exception) -> str:
+def format_error(error: Exception) -> str:
+    """Return the reason of an error in one line, without the path of an `OSError`."""
     return error.strerror if isinstance(error, OSError) and error.strerror else one_line_message(error)

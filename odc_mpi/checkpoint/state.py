@@ -8,13 +8,13 @@ the shapes of the slices, and may replace the parameters in the section `model`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
+from odc_mpi.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, StateRecords, TensorRecord, add_state
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.shard_file import ShardEntry, stored_type
 from odc_mpi.errors import UserError
@@ -22,11 +22,8 @@ from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import is_sharded, replicated_persistent_tensors
 
-#: Sections of a checkpoint. If parameters that are trained differ from those in `model`, they are in `local`.
-MODEL, OPTIMIZER, LOCAL = "model", "optimizer", "local"
-#: Records of the state of slices, keyed by path without the name, such as optimizer/exp_avg, then by parameter name. A
-#: record is the name of the dtype for a tensor with one number per element, or the value for a single number.
-StateRecords: TypeAlias = dict[str, dict[str, str | float]]
+#: Section of a checkpoint with the parameters that are trained, if they differ from those in `model`.
+LOCAL = "local"
 
 
 class TensorRange(NamedTuple):
@@ -85,17 +82,8 @@ class TrainingState:
             buffer = ("buffer", ((0, 0, tensor.numel()),) if tensor.numel() else ())
             kind, ranges = self._kinds_and_ranges.get(path.removeprefix(f"{MODEL}/"), buffer)
             tensors[path] = TensorRecord(kind, _name(tensor.dtype), shape, ranges)
-        scalars: dict[str, dict[str, float]] = {}
-        shapes = self._model.parameter_shapes()
-        for record in records:
-            for section, by_name in record.items():
-                for name, value in by_name.items():
-                    if isinstance(value, str):
-                        ranges = self._kinds_and_ranges[name][1]
-                        tensors[f"{section}/{name}"] = TensorRecord("state", value, shapes[name], ranges)
-                    else:
-                        scalars.setdefault(section.removeprefix(f"{OPTIMIZER}/"), {})[name] = value
-        return Manifest(step, len(records), tensors, scalars, type(self._optimizer).__name__, metadata)
+        manifest = Manifest(step, len(records), tensors, {}, type(self._optimizer).__name__, metadata)
+        return add_state(manifest, records)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state, but not the parameters, of this rank's slices from a checkpoint.

@@ -65,6 +65,7 @@ from odc_mpi.training.loop import Trainer
 from odc_mpi.training.nonfinite import NonFiniteReport
 from odc_mpi.training.recipes import recipe_of
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
+from odc_mpi.training.rundir.memory_tier import require_memory_room
 from odc_mpi.training.rundir.prefix_cache import PrefixCache, open_prefix
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
@@ -99,6 +100,7 @@ class Run:
         trainer.callbacks += [_build_throughput_metrics(context, model), info]
         if config.run.norm_watch:
             trainer.callbacks.append(PushWatch(world, model, config.run.norm_watch))
+        require_memory_room(context)
         context.inputs = None  # type: ignore[assignment]  # all weights have been read
         context.check_stop()
         # Last in the setup, because all errors must be raised before anything is written.

@@ -78,6 +78,10 @@ _PREFIX_CONFLICTS = Conflicts(
     },
 )
 
+_MEMORY_CONFLICTS = Conflicts(
+    "run.memory_every", bool, {"islands.mode": (("hybrid",), "islands that train apart are saved together, on disk")}
+)
+
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SHARE = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _RATE = Check("0 or more", lambda value: value == "auto" or value >= 0)
@@ -188,6 +192,10 @@ class RunConfig:
     max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
     detect_anomaly: Annotated[bool, "end at the first non-finite gradient, and write its data to anomaly.json"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only after the last step", NOT_NEGATIVE] = 0
+    memory_every: Annotated[
+        int | None, "steps between copies of the state in memory; null: none; docs/checkpoints.md", ONE_OR_MORE
+    ] = None
+    memory_dir: Annotated[str, "directory of each node for these copies; %h: name of the host", _NOT_EMPTY] = "/dev/shm"
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
     norm_watch: Annotated[
         float, "warn of ranks with gradients above N times their usual ones; 0: off", NOT_NEGATIVE
@@ -342,8 +350,8 @@ def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
 def _conflicts(recipe: Recipe) -> list[Conflicts]:
     """Return all combinations of settings that a run with this recipe does not support."""
     exact = Conflicts("run.exact", bool, {**_ALLOWED_IF_EXACT, **recipe.allowed_if_exact})
-    others = (_CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS, _PREFIX_CONFLICTS, *WEIGHT_CONFLICTS)
-    return [recipe.conflicts, ISLAND_CONFLICTS, exact, *others]
+    others = (_CONTEXT_PARALLEL_CONFLICTS, QUANTIZATION_CONFLICTS, _PREFIX_CONFLICTS, _MEMORY_CONFLICTS)
+    return [recipe.conflicts, ISLAND_CONFLICTS, exact, *others, *WEIGHT_CONFLICTS]
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:
@@ -364,6 +372,12 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     check_conflicts(_conflicts(recipe), defaults() | values, source)
     recipe.check(values, source)
     check_islands(values, source)
+    in_memory, on_disk = (values.get(f"run.{name}_every") or 0 for name in ("memory", "checkpoint"))
+    if on_disk and in_memory >= on_disk:
+        raise UserError(
+            f"{source}: run.memory_every: expected less than run.checkpoint_every, {on_disk}, got {in_memory}: copies "
+            "in memory are for the steps between checkpoints"
+        )
     if values.get("lora.r") is None:
         for key, frozen in (("model.load_in_4bit", "4-bit weights"), ("model.cache_frozen_prefix", "these layers")):
             if values.get(key):

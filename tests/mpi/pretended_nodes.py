@@ -1,8 +1,13 @@
-"""Ranks of one host that `World` finds on several nodes: two or three on each, or fewer on the last."""
+"""Ranks of one host that `World` finds on several nodes: one to three on each, or fewer on the last."""
 
 from mpi4py import MPI
 
 from odc_mpi.runtime.world import World
+
+
+class _Singles(MPI.Intracomm):
+    def Split_type(self, kind, key=0, info=None):  # noqa: N802
+        return self.Split(self.rank)
 
 
 class _Pairs(MPI.Intracomm):
@@ -18,8 +23,8 @@ class _Threes(MPI.Intracomm):
 
 
 def on_pretended_nodes(world):
-    """The same ranks as a world of nodes of two ranks, which closes with `world`. Collective."""
-    nodes = World(_Pairs(world.comm), job=world.job)
+    """The same ranks as a world of nodes of two ranks, or of one if there are two; closes with `world`. Collective."""
+    nodes = World((_Pairs if world.size > 2 else _Singles)(world.comm), job=world.job)
     world.on_close(nodes.close)
     return nodes
 

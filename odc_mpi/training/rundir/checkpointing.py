@@ -39,6 +39,7 @@ from odc_mpi.training.exact import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.recipes import recipe_of
+from odc_mpi.training.rundir.memory_tier import MemoryTier, remove_leftovers
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
@@ -53,13 +54,14 @@ class CheckpointCallback(Callback):
     takes over the lock, saving stops. `metadata` comes from `run_metadata`.
     """
 
-    gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
+    gathered_names = ("saved_step", "saved_bytes", "saved_checksum", "memory_step")
     metrics = (
         Metric("best_checkpoint", "step of the best checkpoint", RESULT, "end"),
         Metric("checkpoint_pause_s", "copying for checkpoints", SPEED, "end"),
         Metric("checkpoint_wait_s", "waiting for checkpoints", SPEED, "end"),
         Metric("checkpoints_saved", "checkpoints saved", MACHINE, "end"),
         Metric("checkpoints_failed", "checkpoints failed", MACHINE, "end"),
+        Metric("memory_copies", "states copied to memory", MACHINE, "end"),
         Metric("checkpoint_waits", "checkpoints for which the training waited", DETAILS, "end"),
         Metric("parameters_digest", "parameters digest", summary="end"),
         Metric("arithmetic", "arithmetic", summary="end"),
@@ -76,9 +78,10 @@ class CheckpointCallback(Callback):
         self._run, self._world, self._stop = config.run, world, context.stop
         self._trainer, self._metadata = trainer, metadata
         optimizer, has_base = trainer.update.optimizer, "base" in metadata
-        self._state = TrainingState(
-            trainer.model, optimizer, world.rank, omit_frozen_base=has_base, tensors=trainer.tensors
+        make_state = partial(
+            TrainingState, trainer.model, optimizer, world.rank, omit_frozen_base=has_base, tensors=trainer.tensors
         )
+        self._state = make_state()
         self._is_due = False
         #: Metric that chooses the best checkpoint, and its better direction.
         self._best_by = recipe_of(config).best
@@ -95,18 +98,23 @@ class CheckpointCallback(Callback):
             warn=warn,
             check=directory_lock.require_held if directory_lock else lambda: None,
         )
+        remove_leftovers(config.run, world)
+        self._memory = MemoryTier(context, make_state(), token) if config.run.memory_every else None
         #: Last step for which saving was started. Initially, the number of steps that were already complete.
         self._last = trainer.completed_steps
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
 
-    def local_values(self) -> tuple[float, float, float]:
-        """Return the step, size in bytes and checksum of the file that this rank has written (see `Saver.report`)."""
-        return self._saver.report()
+    def local_values(self) -> tuple[float, ...]:
+        """Return the files that this rank has written: the numbers of `Saver.report` and of `MemorySaver.report`."""
+        return (*self._saver.report(), self._memory.report() if self._memory else 0.0)
 
     def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Pass the reports of all ranks to the saver, which publishes the checkpoint once all files are written."""
-        self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
+        *reports, in_memory = (gathered.per_rank(name) for name in self.gathered_names)
+        self._saver.receive_reports(np.stack(reports, axis=1))
+        if self._memory:
+            self._memory.receive_reports(in_memory)
 
     def on_step_end(self, step: Step) -> None:
         """Start saving a checkpoint if one is due or a stop was requested. Collective in this case."""
@@ -116,6 +124,8 @@ class CheckpointCallback(Callback):
             self._is_due = False
             self._update_best(step)
             self._save(number)
+        if self._memory and number < self._run.steps and not self._stop.requested_on_any_rank:
+            self._memory.save_if_due(number, self._all_metadata)
 
     def save_last_step(self, step: int) -> None:
         """Start saving a checkpoint of `step`, the last complete step, if allowed and not begun. Collective."""
@@ -133,15 +143,21 @@ class CheckpointCallback(Callback):
     def on_train_end(self) -> dict[str, Any]:
         """Wait for the last checkpoint, and return summary entries. Call this before `raise_outcome`. Collective."""
         self._wait_for_pending()
-        saver = self._saver
+        saver, memory = self._saver, self._memory
+        wait_s, pause_s = self._wait_s, self._pause_s
+        if memory:
+            wait_s, pause_s = wait_s + memory.wait_s, pause_s + memory.pause_s
         gathered = self._world.gather_objects(
-            (saver.num_saved, saver.num_failed, saver.last_failed, self._num_waits, self._wait_s, self._pause_s)
+            (saver.num_saved, saver.num_failed, saver.last_failed, self._num_waits, wait_s, pause_s)
         )
         saved, failed, self._last_failed, *_ = gathered[0]
+        if memory:
+            memory.close(remove_copies=self._last == self._trainer.completed_steps and not self._last_failed)
         waits, wait_s, pause_s = (max(column) for column in list(zip(*gathered, strict=True))[3:])
         return {
             "checkpoints_saved": saved,
             "checkpoints_failed": failed,
+            "memory_copies": memory.num_saved if memory else 0,
             "checkpoint_waits": waits,
             "checkpoint_wait_s": wait_s,
             "checkpoint_pause_s": pause_s,
@@ -181,6 +197,10 @@ class CheckpointCallback(Callback):
         if best is None or (value < best if better == "low" else value > best):
             self._best = {"step": step.number, name: value}
 
+    def _all_metadata(self) -> dict[str, Any]:
+        # The cost is None unless `FitCostModel` is a callback.
+        return {**self._metadata, "cost": None, **self._trainer.state_dict()}
+
     def _save(self, step: int) -> None:
         began = time.perf_counter()
         self._num_waits += self._saver.busy
@@ -191,9 +211,7 @@ class CheckpointCallback(Callback):
         entries = self._state.snapshot()
         manifest = None
         if self._world.rank == 0:
-            # The cost is None unless `FitCostModel` is a callback.
-            metadata = {**self._metadata, "cost": None, **self._trainer.state_dict()}
-            manifest = self._state.make_manifest(step, metadata, records)
+            manifest = self._state.make_manifest(step, self._all_metadata(), records)
         self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
         self._trainer.model.spans.add("save", waited)

@@ -32,7 +32,7 @@ from odc_mpi.training.settings import Config, defaults, dump
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
-    "comm.timeout_s",
+    *("run.memory_every", "run.memory_dir", "comm.timeout_s"),
 }
 #: Settings that may differ when a complete run is started again: its length, its intervals, and those of the machine.
 #: `data.path` may differ because the data are compared by their digest.

@@ -42,14 +42,8 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
         self._record = {"host": host, "pid": os.getpid(), "time_ns": time.time_ns(), **slurm_job()}
         with convert_write_errors(run_dir), ExitStack() as stack:
             make_directory(run_dir)
-            ends = time.monotonic() + min(LOCK_TIMEOUT_S, timeout_s / 2)
-            while (is_bound := _is_bound(run_dir)) and time.monotonic() < ends:
-                time.sleep(0.1)
+            wait_until_free(run_dir, timeout_s / 2)
             other = _read(self._path)
-            if is_bound:
-                raise UserError(
-                    f"run.dir: {run_dir} is in use by {_describe_run(other)}: choose another run.dir, or end that run"
-                )
             stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(_socket_name(run_dir))
             is_requeued = other.get("slurm_job_id", "") == self._record.get("slurm_job_id")
             if other.get("host", host) != host and not is_requeued:
@@ -71,6 +65,18 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
         with self._socket, suppress(OSError):
             self.require_held()
             self._path.unlink()
+
+
+def wait_until_free(run_dir: Path, patience_s: float = LOCK_TIMEOUT_S) -> None:
+    """Wait until no run on this host holds the lock, for at most `LOCK_TIMEOUT_S`. Raise `UserError` if one does."""
+    ends = time.monotonic() + min(LOCK_TIMEOUT_S, patience_s)
+    while _is_bound(run_dir):
+        if time.monotonic() > ends:
+            raise UserError(
+                f"run.dir: {run_dir} is in use by {_describe_run(_read(run_dir / LOCK_FILE))}: choose another run.dir, "
+                "or end that run"
+            )
+        time.sleep(0.1)
 
 
 def is_held(run_dir: Path) -> bool:

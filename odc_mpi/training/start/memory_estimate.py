@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from odc_mpi.api import dtypes_by_parameter
+from odc_mpi.checkpoint.memory import GENERATIONS
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
 from odc_mpi.comm.settings import CommConfig
@@ -36,6 +37,8 @@ _FORMULA_BYTES = 34
 _MALLOC_SHARE = 0.5
 #: Number of fp32 arrays as large as a block of logits: the logits, and their probabilities or gradients.
 _LOGITS_COPIES = 2
+#: Bytes that a tensor takes in a rank's file besides its data, and in the description of the file.
+_TENSOR_BYTES = 1500
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def estimate_memory(
     num_buffers = 0 if all_accumulated or in_shard else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
     activations, logits = _activation_bytes(config, model, dtype, lengths)
+    tier_bytes = memory_tier_bytes(config, model, num_ranks, ranks_per_node) if config.run.memory_every else 0
     parts = [
         MemoryPart("parameters", sizes.shard, shards_on_gpu),
         MemoryPart("frozen, over the node", sizes.frozen // ranks_per_node),
@@ -106,6 +110,8 @@ def estimate_memory(
             "merges of islands", _merge_bytes(config, sizes, num_islands) if train_apart else 0, optimizer_on_gpu
         ),
         MemoryPart("copy to save", sizes.saved),
+        MemoryPart("copies in memory_dir", tier_bytes),
+        MemoryPart("copy to write there", sizes.saved if tier_bytes else 0),
         MemoryPart("fetched units", held_bytes if fetch_copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
         MemoryPart("gradient cache", caches.gradients, gpu),
@@ -116,6 +122,16 @@ def estimate_memory(
         MemoryPart("free blocks of malloc", 0 if gpu else round((activations + logits) * _MALLOC_SHARE)),
     ]
     return [part for part in parts if part.num_bytes > 0]
+
+
+def memory_tier_bytes(config: Config, model: MetaModel, num_ranks: int, ranks_per_node: int) -> int:
+    """Return the bytes that a rank's states take in `run.memory_dir`, with the copies of those of another node."""
+    island_size = ranks_per_island_of(config, num_ranks, ranks_per_node)
+    on_node = holds_frozen_on_node(config, model, num_ranks, ranks_per_node)
+    saved = _Sizes.from_config(config, model, num_ranks, num_ranks // island_size, frozen_on_node=on_node).saved
+    num_tensors = 3 * sum(parameter.requires_grad for parameter in model.module.parameters())
+    num_copies = 2 if num_ranks > ranks_per_node else 1
+    return GENERATIONS * num_copies * (saved + num_tensors * _TENSOR_BYTES)
 
 
 def holds_frozen_on_node(config: Config, model: MetaModel, num_ranks: int, ranks_per_node: int) -> bool:
