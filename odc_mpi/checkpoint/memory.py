@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from odc_mpi.checkpoint.manifest import Manifest, StateRecords, file_attributes, write_checked
+from odc_mpi.checkpoint.manifest import StateRecords, file_attributes, write_checked
 from odc_mpi.checkpoint.saver import BackgroundTask, format_error
 from odc_mpi.checkpoint.shard_file import ShardEntry, ShardWriter
 from odc_mpi.errors import UserError
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     size: int
     file: dict[str, int]
     records: StateRecords
-    manifest: dict[str, Any] | None
+    manifest: Mapping[str, Any] | None
 
 
 class _Pending(NamedTuple):
@@ -99,12 +99,14 @@ class MemorySaver:
         if self._pending:
             self._pending.writing.join()
 
-    def start(self, step: int, entries: Sequence[ShardEntry], records: StateRecords, manifest: Manifest | None) -> None:
+    def start(
+        self, step: int, entries: Sequence[ShardEntry], records: StateRecords, manifest: Mapping[str, Any] | None
+    ) -> None:
         """Start a thread that writes this rank's piece of a generation. `pending` must be False.
 
         The arrays in `entries` must not change until the piece is written. `records` are those of this rank's state.
-        `manifest` must contain all model tensors and the metadata, but no state and no file records. It must be None
-        on ranks other than 0.
+        `manifest` is a `Manifest` as a dictionary, with all model tensors and the metadata, but no state and no file
+        records. It must be None on ranks other than 0.
         """
         assert not self.pending, "two generations at a time"
         self._pending = _Pending(step, BackgroundTask(lambda: self._write(step, entries, records, manifest)))
@@ -122,7 +124,7 @@ class MemorySaver:
             self.num_saved += bool((reports > 0).all())
 
     def _write(
-        self, step: int, entries: Sequence[ShardEntry], records: StateRecords, manifest: Manifest | None
+        self, step: int, entries: Sequence[ShardEntry], records: StateRecords, manifest: Mapping[str, Any] | None
     ) -> bool:
         number = self.num_saved % GENERATIONS  # a failed generation is overwritten by the next
         path = self._path(number, self._rank)
@@ -132,8 +134,7 @@ class MemorySaver:
             old.unlink()
         try:
             record = self._writers[number].write(entries, file_attributes(step, self._rank, self._size))
-            head = asdict(manifest) if manifest else None
-            piece = Piece(self._token, step, self._rank, self._size, asdict(record), records, head)
+            piece = Piece(self._token, step, self._rank, self._size, asdict(record), records, manifest)
             write_checked(path.with_suffix(".json"), piece._asdict())
         except Exception as error:
             files, done = [None, None], False

@@ -5,9 +5,8 @@ host to a hidden *staging directory* next to the checkpoints, which all hosts se
 there renames the directory, so that no other run can use it, completes it, and publishes it as a checkpoint.
 """
 
-import os
+import secrets
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -123,7 +122,7 @@ def _complete(checkpoints: Path, generation: _Generation, pieces: _Pieces) -> li
                 staging.rmdir()
             of_ranks = f"of rank {', '.join(map(str, missing))}" if staged else "of all ranks"
             return [*problems, f"step {generation.step} in memory lacks the pieces {of_ranks}"]
-        claimed = staging.with_name(f"{staging.name}.{_own_name()}")
+        claimed = staging.with_name(f"{staging.name}.{secrets.token_hex(8)}")
         staging.rename(claimed)
     except FileNotFoundError:
         return []  # another host has found all pieces, and publishes them
@@ -151,7 +150,7 @@ def _stage(staging: Path, copies: Sequence[tuple[Piece, Path]]) -> Iterator[str]
 
 
 def _copy(source: Path, goal: Path) -> None:
-    new = goal.with_name(f".{goal.name}.{_own_name()}")
+    new = goal.with_name(f".{goal.name}.{secrets.token_hex(8)}")
     shutil.copyfile(source, new)
     sync(new)
     new.rename(goal)
@@ -173,7 +172,3 @@ def _publish(directory: Path, goal: Path, staged: Sequence[Piece]) -> None:
         if not (goal / MANIFEST).exists():
             raise
     shutil.rmtree(directory, ignore_errors=True)  # if another host, which has copies of all pieces, was faster
-
-
-def _own_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"

@@ -5,6 +5,7 @@ import queue
 import shutil
 import stat
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ class Job:
 
     def start(self, step, ranks=None):
         for rank in range(self.size) if ranks is None else ranks:
-            head = self.manifest(step) if rank == 0 else None
+            head = asdict(self.manifest(step)) if rank == 0 else None
             self.savers[rank].start(step, self.entries(rank, step), RECORDS, head)
         for saver in self.savers:
             saver.wait_until_written()
