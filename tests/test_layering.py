@@ -41,11 +41,13 @@ MAY_SEE = {
     "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint", "rollout"},
     "scripting": {"runtime", "data", "observe", "training"},
     "jobs": set(),
+    # Without MPI and torch.
+    "supervisor": {"observe.metrics", "training.rundir.run_dir_lock", "training.rundir.records"},
     "simulate": {"data"},
     "report": {"simulate", "data", "observe.metrics", "islands.run_dir"},
     "cli": {
         *("runtime", "probe", "data", "checkpoint", "models", "observe", "training", "generation"),
-        *("jobs", "simulate", "report"),
+        *("jobs", "simulate", "report", "supervisor"),
     },
     "__main__": {"cli"},
     "__init__": set(),

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import config, data, doctor, job, prepare, report, simulate, train, watch
+from odc_mpi.cli import config, data, doctor, job, prepare, report, run, simulate, train, watch
 from odc_mpi.cli.model import chat, checkpoint, export, generate
 from odc_mpi.cli.options import Parser
 from odc_mpi.errors import UserError, file_error
@@ -33,6 +33,7 @@ COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
     "train": train,
+    "run": run,
     "export": export,
     "chat": chat,
     "generate": generate,
@@ -47,7 +48,7 @@ COMMANDS = {
 #: Commands that accept settings (`--SECTION.KEY VALUE`), which the parser does not know.
 _WITH_SETTINGS = ("train", "job", "config")
 #: Commands that handle SIGTERM themselves, or that may wait in MPI, where Python does not run handlers of signals.
-_WITH_RANKS = ("train", "doctor", "generate", "chat")
+_WITH_RANKS = ("train", "run", "doctor", "generate", "chat")
 
 
 def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -67,15 +68,17 @@ def parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raises `UserError` if the command is unknown or an argument is invalid.
 
-    The result also contains `argv`, a copy of the argument, and `overrides`, the settings (`--SECTION.KEY VALUE`).
+    The result also contains `argv`, a copy of the argument, `overrides`, the settings (`--SECTION.KEY VALUE`), and
+    `training`, what follows `--` in `odc-mpi run`.
     """
+    argv, training = run.split(argv) if argv[:1] == ["run"] else (argv, [])
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
     arguments, rest = parser(argv).parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:
         usage = " ".join(filter(None, ["odc-mpi", arguments.command, "--help"]))
         raise UserError(f"unknown argument {rest[0]}: see {usage}")
-    arguments.argv, arguments.overrides = list(argv), rest
+    arguments.argv, arguments.overrides, arguments.training = list(argv), rest, training
     return arguments
 
 

@@ -10,6 +10,7 @@ terminal, the summary, `odc-mpi watch`, the report and the manual follow the dec
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,9 @@ from odc_mpi.files import parse_json, read_lines, warn_write_failed, write_or_wa
 from odc_mpi.formatting import format_quantity
 from odc_mpi.islands.run_dir import combine_metrics, current_islands
 
-METRICS, DECLARATIONS = "metrics.jsonl", "metrics.json"
+METRICS, DECLARATIONS, SUMMARY = "metrics.jsonl", "metrics.json", "summary.json"
+#: Length of the end of metrics.jsonl that contains its last line.
+_TAIL_BYTES = 1 << 16
 #: Headings of the tables of metrics in the manual and, except for `DETAILS`, in the report.
 GROUPS = ("Result", "Speed", "Memory and traffic", "Model and machine", "Other", "Details")
 RESULT, SPEED, MEMORY, MACHINE, OTHER, DETAILS = GROUPS
@@ -178,6 +181,20 @@ def read_run_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
     return [line for _, line in sorted(lines.items())]
 
 
+def last_step(run_dir: Path) -> int:
+    """Return the last step of a run, that all its islands have taken if they train apart. Reads the ends of files."""
+    return min(map(_last_step, current_islands(run_dir) or [run_dir]))
+
+
+def _last_step(directory: Path) -> int:
+    with suppress(OSError), (directory / METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with suppress(ValueError, KeyError, TypeError):
+                return int(parse_json(line)["step"])
+    return 0
+
+
 class Summary:
     """Reduces the metrics of all steps to entries for ``summary.json``, as declared by `metrics`.
 
@@ -236,7 +253,7 @@ class Summary:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` atomically. If the file cannot be written, print a warning."""
-    write_or_warn(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
+    write_or_warn(run_dir / SUMMARY, json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:

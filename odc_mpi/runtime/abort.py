@@ -14,6 +14,8 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
+from odc_mpi.runtime.failure import report_failure
+
 #: Time after which a process ends itself, in seconds. If the launcher does not respond, MPI_Abort hangs (Open MPI) or
 #: returns (MPICH), and would leave all processes running.
 ABORT_GRACE_S = 10.0
@@ -36,20 +38,21 @@ def abort(message: str, code: int = 1) -> NoReturn:
     # Not a Python thread: mpi4py holds the GIL during MPI_Abort.
     devnull = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=devnull)
+    report_failure(message, MPI.COMM_WORLD.Get_rank())
     time.sleep(FORWARD_S)
     MPI.COMM_WORLD.Abort(code)
     time.sleep(ABORT_GRACE_S / 2)
     os._exit(code)
 
 
-def install_excepthooks(reported_by: Callable[[str], int | None]) -> None:
+def install_excepthooks(reported_by: Callable[[BaseException, str], int | None]) -> None:
     """Install exception hooks that end the job after an uncaught exception. Idempotent.
 
     The hooks apply to the threads of this package and, in a job of several ranks, to the main thread, because other
     ranks could wait forever for a thread that ended silently. The previous hook prints the exception before the abort.
 
-    `reported_by` publishes the text of an exception that the main thread raised, and returns the lowest rank below this
-    rank that has published the same text, or None. If it returns a rank, only that rank prints a traceback.
+    `reported_by` publishes an exception that the main thread raised, and the place, and returns the lowest rank below
+    this rank that has published the same, or None. If it returns a rank, only that rank prints a traceback.
     """
     main_hook, thread_hook, pid = sys.excepthook, threading.excepthook, os.getpid()
     if getattr(thread_hook, "ends_the_job", False):
@@ -62,7 +65,7 @@ def install_excepthooks(reported_by: Callable[[str], int | None]) -> None:
             sys.stderr.flush()
             os._exit(1)
         place = traceback.extract_tb(tb)[-1:]
-        other = reported_by(f"{kind.__name__}: {error}; {place}")
+        other = reported_by(error, f"{place}")
         if other is not None:
             time.sleep(ABORT_GRACE_S)  # that rank aborts the job, unless it is stuck
             abort(f"rank {MPI.COMM_WORLD.Get_rank()} failed with the same error as rank {other}")

@@ -15,12 +15,14 @@ from mpi4py import MPI
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog, wait_until
+from odc_mpi.runtime.failure import report_failure
 from odc_mpi.runtime.lateness import (
     MAX_LISTED,
     PendingWait,
     Status,
     format_late_ranks,
     format_status,
+    late_ranks,
     mark_missing_heartbeats,
     seconds_until_late,
     stranded_ranks,
@@ -188,7 +190,7 @@ class Job:
             f"rank {rank} on {self.locations[rank]}" for rank in wait.owners[:MAX_LISTED] if self.locations
         )
         late = f"it waits for {owners}" if owners else "another rank is late, stuck or dead"
-        status = self.status
+        status, peers = self.status, dict[int, Status | None]()
         if status is not None and has_thread_multiple():
             status.page.announce_abort()
             waits_for = [rank for rank in wait.owners if rank != self.rank]
@@ -208,8 +210,18 @@ class Job:
             late = format_late_ranks(wait, peers, self.locations, time.time())
         elif status is not None:
             late += f" (other ranks cannot be asked under {thread_level()})"
-        self._abort(f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}")
+        message = f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}"
+        self._report_late(wait, peers, message)
+        self._abort(message)
         return 0.0
+
+    def _report_late(self, wait: PendingWait, peers: Mapping[int, Status | None], message: str) -> None:
+        """Report the failure of the rank that most likely delays a wait, or that of an unknown rank."""
+        unanswered = [rank for rank, status in peers.items() if status is None]
+        rank = next(iter(late_ranks(wait, peers) or unanswered), None)
+        peer = None if rank is None else peers[rank]
+        host = "" if rank is None else self.locations[rank].partition(" ")[0]
+        report_failure(f"rank {self.rank} {message}", rank, host, peer.what if peer else "")
 
     def _extension_s(
         self, wait: PendingWait, peers: Mapping[int, Status | None], limit_s: float, extensible_s: float
@@ -220,12 +232,14 @@ class Job:
             self.status.page.announce_abort(False)
         return extension_s
 
-    def _reported_by(self, error: str) -> int | None:
+    def _reported_by(self, error: BaseException, place: str) -> int | None:
         """Publish an error, and return the lowest nearby rank below this rank that has the same error, or None."""
         status = self.status
+        report_failure(error, self.rank, activity=status.page.what if status else "")
         if status is None:
             return None
-        what = f"failed: {zlib.crc32(error.encode()):08x}"
+        text = f"{type(error).__name__}: {error}; {place}"
+        what = f"failed: {zlib.crc32(text.encode()):08x}"
         status.page.write(what)
         time.sleep(SAME_ERROR_S)
         same = (rank for rank, peer in status.read(self._lower_ranks(status)).items() if peer and peer.what == what)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError, one_line_message
+from odc_mpi.runtime.failure import report_failure
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
@@ -103,6 +104,7 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
         code = _report_stopped(stopped, world.rank)
     except (AllRanksUserError, TrainingError) as error:
         if world.rank == 0:
+            report_failure(error, 0, final=True)
             print_error(error)
         return 2 if isinstance(error, UserError) else 1
     except UserError as error:

@@ -59,6 +59,11 @@ class StatusPage:
         self.finalizing = False
         self.aborting = False
 
+    @property
+    def what(self) -> str:
+        """Activity that this rank last published."""
+        return self._last[0]
+
     def write(self, what: str, microbatch: int = 0) -> None:
         """Publish this rank's activity (see `World.set_status`)."""
         with self._lock:

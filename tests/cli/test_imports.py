@@ -39,6 +39,7 @@ def unfrozen():
         (["train", "--help"], "code 0"),
         (["simulate", "--minibatches", "1"], "code 0"),
         (["simulate", "--ranks", "0"], "code 2"),
+        (["run", "--min-ranks", "2", "--", "train", "--model.path", "m", "--data.path", "d"], "code 2"),
         (["train", "--config", "/nowhere.yaml"], "code 2 mpi4py"),  # all ranks agree on the mistake
         (["train", "--run.steps", "many"], "code 2 mpi4py"),
     ],

@@ -1,5 +1,6 @@
 """Deadlines of a rank and of all ranks, and the progress of a job."""
 
+import json
 import threading
 import time
 
@@ -140,9 +141,13 @@ def expire(monkeypatch, rank, aborting, wait):
     return status, str(caught.value), pauses
 
 
-def test_the_lowest_rank_reads_all(monkeypatch):
+def test_the_lowest_rank_reads_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("ODC_MPI_FAILURE_FILE", str(tmp_path / "failure.json"))
     status, message, _ = expire(monkeypatch, 0, range(SIZE), PendingWait("synchronizing", collective=7))
     assert "it waits for rank 1023 on host" in message
+    report = json.loads((tmp_path / "failure.json").read_text())
+    assert (report["rank"], report["host"], report["activity"]) == (1023, "host", "x")
+    assert report["error"].startswith("rank 0 waited more than 60 s while synchronizing") and not report["final"]
     assert 2 * (SIZE - 1) <= status.num_read < 2.2 * SIZE
 
 

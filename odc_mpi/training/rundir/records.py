@@ -8,7 +8,7 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
 from odc_mpi.checkpoint.publish import remove_incomplete
 from odc_mpi.files import make_directory, parse_json, read_lines, write_text_durable
 from odc_mpi.islands.run_dir import ISLANDS
-from odc_mpi.observe.metrics import DECLARATIONS, METRICS, read_metrics
+from odc_mpi.observe.metrics import DECLARATIONS, METRICS, SUMMARY, read_metrics
 from odc_mpi.observe.trackers import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
@@ -16,11 +16,13 @@ from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 COMPLETIONS = "completions.jsonl"
 #: File that describes a non-finite gradient, if `run.detect_anomaly` is set.
 ANOMALY = "anomaly.json"
-_CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
+#: Files of the supervisor of a run (`odc_mpi.supervisor`): what restarts cost, and the last failure.
+RESTARTS, FAILURE = "restarts.json", "failure.json"
+_CONFIG, _TRACE = "config.yaml", "trace.json"
 #: Names of a run's files and subdirectories, which a new run in the same directory moves to `earlier-N`.
 RECORDS = (
-    *(_CONFIG, DECLARATIONS, METRICS, _TRACE, _SUMMARY, "report.html"),
-    *(CHECKPOINTS, ISLANDS, TRACKERS, COMPLETIONS, ANOMALY),
+    *(_CONFIG, DECLARATIONS, METRICS, _TRACE, SUMMARY, "report.html"),
+    *(CHECKPOINTS, ISLANDS, TRACKERS, COMPLETIONS, ANOMALY, RESTARTS, FAILURE),
 )
 
 
@@ -50,7 +52,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
             lines = [line for line in read_lines(path / COMPLETIONS) if _parse_step(line) <= step]
             write_text_durable(path / COMPLETIONS, "".join(lines))
         write_text_durable(path / _CONFIG, config_text)
-        for name in (_TRACE, _SUMMARY, ANOMALY):
+        for name in (_TRACE, SUMMARY, ANOMALY):
             (path / name).unlink(missing_ok=True)
 
 

@@ -176,7 +176,8 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
     """Lock and prepare the run directory. Return the lock. Call only on rank 0. For errors, see `RunDirectoryLock`."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
-    directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)
+    step = resume_point.step if resume_point else 0
+    directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s, step)
     if resume_point and resume_point.continues_this_run:
         reopen_run_directory(run_dir, dump(config), resume_point.step)
     else:

@@ -6,6 +6,7 @@ or is killed. (File locks can hang on network file systems.) On another host, th
 owner.json, where the first run finds the second and stops saving.
 """
 
+import errno
 import json
 import os
 import socket
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
 LOCK_FILE = "owner.json"
+#: End of the name of the socket of a supervisor.
+_SUPERVISOR = "-supervisor"
 #: Maximum time to wait for the lock, in seconds. A killed run may still be exiting when the next one starts.
 LOCK_TIMEOUT_S = 5.0
 SEARCH_S = 5.0  # for ranks on other hosts: a network file system may show a new file late
@@ -34,16 +37,16 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
     The constructor waits at most `LOCK_TIMEOUT_S` seconds, or `timeout_s / 2` if that is less, because the other ranks
     give up after `timeout_s`. Raises `UserError` if another run on this host holds the lock, or if the directory cannot
-    be written to.
+    be written to. `step` is the step at which the run begins, for the supervisor of `odc-mpi run`.
     """
 
-    def __init__(self, run_dir: Path, timeout_s: float) -> None:
+    def __init__(self, run_dir: Path, timeout_s: float, step: int = 0) -> None:
         self._path, host = run_dir / LOCK_FILE, socket.gethostname()
-        self._record = {"host": host, "pid": os.getpid(), "time_ns": time.time_ns(), **slurm_job()}
+        self._record = {"host": host, "pid": os.getpid(), "time_ns": time.time_ns(), "step": step, **slurm_job()}
         with convert_write_errors(run_dir), ExitStack() as stack:
             make_directory(run_dir)
             wait_until_free(run_dir, timeout_s / 2)
-            other = _read(self._path)
+            other = read_owner(run_dir)
             stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(_socket_name(run_dir))
             is_requeued = other.get("slurm_job_id", "") == self._record.get("slurm_job_id")
             if other.get("host", host) != host and not is_requeued:
@@ -56,7 +59,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
     def require_held(self) -> None:
         """Raise `OSError` if another run has taken over the directory or the lock file is missing. Thread-safe."""
-        if _read(self._path) != self._record:
+        if read_owner(self._path.parent) != self._record:
             raise OSError(
                 f"another run has taken over {self._path.parent}: end one of them, or give it another run.dir"
             )
@@ -73,16 +76,49 @@ def wait_until_free(run_dir: Path, patience_s: float = LOCK_TIMEOUT_S) -> None:
     while _is_bound(run_dir):
         if time.monotonic() > ends:
             raise UserError(
-                f"run.dir: {run_dir} is in use by {_describe_run(_read(run_dir / LOCK_FILE))}: choose another run.dir, "
+                f"run.dir: {run_dir} is in use by {_describe_run(read_owner(run_dir))}: choose another run.dir, "
                 "or end that run"
             )
         time.sleep(0.1)
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock on a directory. A run on another host still holds it after being killed."""
-    record = _read(run_dir / LOCK_FILE)
-    return _is_bound(run_dir) if record.get("host") == socket.gethostname() else bool(record)
+    """Return True if a run holds the lock on a directory. A run on another host still holds it after being killed.
+
+    Between the starts of a supervised run, its supervisor on this host counts as the run.
+    """
+    record = read_owner(run_dir)
+    if record.get("host") == socket.gethostname() or _is_bound(run_dir, _SUPERVISOR):
+        return _is_bound(run_dir) or _is_bound(run_dir, _SUPERVISOR)
+    return bool(record)
+
+
+def lock_supervised(run_dir: Path) -> socket.socket:
+    """Create a run directory, and return a lock on it against other supervisors on this host, to be closed.
+
+    Raises `UserError` if another supervisor holds it, or if the directory cannot be created.
+    """
+    with convert_write_errors(run_dir), ExitStack() as stack:
+        make_directory(run_dir)
+        lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        try:
+            lock.bind(_socket_name(run_dir, _SUPERVISOR))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise UserError(
+                f"run.dir: {run_dir} is in use by another odc-mpi run: choose another run.dir, or end that command"
+            ) from None
+        stack.pop_all()
+    return lock
+
+
+def read_owner(run_dir: Path) -> dict[str, Any]:
+    """Return the record of the run that holds the lock, or that was killed while it did, else {}."""
+    with suppress(FileNotFoundError, ValueError):
+        if isinstance(record := parse_json((run_dir / LOCK_FILE).read_text("utf-8", errors="replace")), dict):
+            return record
+    return {}
 
 
 def require_shared(run_dir: Path, world: "World") -> None:
@@ -124,21 +160,14 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
         raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(FileNotFoundError, ValueError):
-        if isinstance(record := parse_json(path.read_text(encoding="utf-8", errors="replace")), dict):
-            return record
-    return {}
-
-
-def _is_bound(run_dir: Path) -> bool:
+def _is_bound(run_dir: Path, role: str = "") -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        return sock.connect_ex(_socket_name(run_dir)) == 0
+        return sock.connect_ex(_socket_name(run_dir, role)) == 0
 
 
-def _socket_name(run_dir: Path) -> str:
+def _socket_name(run_dir: Path, role: str = "") -> str:
     directory = run_dir.stat()
-    return f"\0odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}"
+    return f"\0odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}{role}"
 
 
 def _describe_run(other: Mapping[str, Any]) -> str:
