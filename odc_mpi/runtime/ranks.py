@@ -104,7 +104,8 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
         code = _report_stopped(stopped, world.rank)
     except (AllRanksUserError, TrainingError) as error:
         if world.rank == 0:
-            report_failure(error, 0, final=True)
+            if isinstance(error, TrainingError):
+                report_failure(error, 0, final=True)
             print_error(error)
         return 2 if isinstance(error, UserError) else 1
     except UserError as error:

@@ -1,7 +1,8 @@
 """`Supervisor`: starts the ranks of a run, waits for their end, and decides whether to start them again.
 
-Exit codes 0, 2 and 75 end the run, as do signals, failures that every start would repeat (`TrainingError`), too few
-hosts, too many restarts, and two starts in a row that end before their first step. After any other end, the hosts are
+Exit codes 0, 2 and 75 end the run, as do signals, failures that every start would repeat (`TrainingError`), the same
+failure at the same step twice in a row, too few hosts, too many restarts, and two starts in a row that end before their
+first step. After any other end, the hosts are
 probed, and the ranks start from the newest checkpoint on those that are left. A host that does not answer, or that two
 failures name, stays out.
 """
@@ -61,6 +62,7 @@ class Supervisor:
             os.environ[f"ODC_MPI_{name}_FILE"] = str(path)
         self._process, self._costs, self._restarts = LauncherProcess(), Costs(self._run_dir), 0
         self._fruitless_starts = 0
+        self._last_failure: tuple[object, int] | None = None
 
     def run(self) -> int:
         """Run until the end, and return the exit code. Main thread only."""
@@ -101,16 +103,22 @@ class Supervisor:
             return code
         if self._process.stop_requested:
             return code if has_progress else _STOPPED  # the same command starts again, and nothing is lost
+        if self._launcher.is_ending():
+            return _STOPPED
         what = f"{_describe(failure, code)}, after step {self._costs.step}"
         if self._fruitless_starts == _MAX_FRUITLESS:
             _print(f"{what}. {_MAX_FRUITLESS} starts in a row ended before their first step: not started again")
+            return code
+        before, self._last_failure = self._last_failure, (failure["error"], self._costs.step) if failure else None
+        if failure and self._last_failure == before:
+            _print(f"{what}. The same failure at the same step twice: not started again")
             return code
         if self._restarts == self._limits.max_restarts:
             _print(f"{what}. Not started again: --max-restarts {self._restarts}")
             return code
         self._costs.begin_probing()
         out = self._drop_hosts(failure)
-        if self._process.stop_requested or self._launcher.is_ending():
+        if self._process.stop_requested:
             return _STOPPED
         ranks = sum(host.ranks for host in place_ranks(self._hosts, self._limits.ranks))
         left = f"{what}{out}. {len(self._hosts)} of {len(self._launcher.hosts)} hosts left, with {ranks} ranks"

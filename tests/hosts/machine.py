@@ -2,7 +2,8 @@
 
 It makes the two hosts, runs mpiexec on node0, and looks what the job left behind. Usage:
 
-    machine.py MPIEXEC RANKS_PER_HOST COMMAND...       RANKS_PER_HOST: a number, or one for each host, as in 2,1
+    machine.py MPIEXEC RANKS_PER_HOST COMMAND...       RANKS_PER_HOST: a number, or one for each host, as in 2,1; 0 if
+                                                       the command starts the ranks
 
     node0  10.77.0.1  eth0 ---- eth0  10.77.0.2  node1
 
@@ -103,8 +104,13 @@ def main():
     make_mounts(SCRATCH, ADDRESSES)
     os.environ["TMPDIR"] = str(SCRATCH)
     make_network()
+    # For commands that start mpiexec; as the options of `launcher`.
+    os.environ |= dict.fromkeys(("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent"), str(AGENT))
+    os.environ |= {"HYDRA_LAUNCHER": "ssh", "PRTE_MCA_prte_leave_session_attached": "1"}
     counts = [int(count) for count in ranks_per_host.split(",")]
-    line = shlex.join([*launcher(mpiexec, counts if len(counts) > 1 else counts * len(ADDRESSES)), *command])
+    if any(counts):
+        command = [*launcher(mpiexec, counts if len(counts) > 1 else counts * len(ADDRESSES)), *command]
+    line = shlex.join(command)
     code = subprocess.run([str(AGENT), "node0", line]).returncode
     left = left_behind()
     for what in left:

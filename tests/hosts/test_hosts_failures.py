@@ -1,13 +1,17 @@
 """A rank of the second host fails, dies or is late: the job ends on both hosts, soon, and leaves nothing behind."""
 
+import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from fault_cases import TRACEBACK, Fault
-from faults import endure
+from faults import SETTINGS, endure, set_network
 from mpi_launch import script
 from processes import command_line
+from small_run import last_step
 from two_hosts import LEFT_BEHIND, launch, start
 
 LEAVES = """
@@ -57,6 +61,28 @@ def test_leftovers_of_a_job_are_noticed(tmp_path):
     assert "left behind: file /dev/shm/odc_mpi-forgotten" in done.err
     assert ["sleep", "543", ""] not in [command_line(path.name) for path in Path("/proc").glob("[0-9]*")]
     assert not Path("/dev/shm/odc_mpi-forgotten").exists()
+
+
+@pytest.mark.library
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_without_a_host_that_is_cut_off(config, tmp_path):
+    """Noticed at the deadline by the other host; its launcher, which waits for the lost one, is ended."""
+    train = ("train", "--config", config, "--run.steps", 100_000, "--run.checkpoint_every", 5, *SETTINGS)
+    hosts = ("run", "--hosts", "node0:1,node1:1", "--", *train, "--comm.timeout_s", 4)
+    job = start(0, "-m", "odc_mpi", *hosts, timeout_s=90, ODC_MPI_START_TIMEOUT_S=60)
+    job.wait_until(lambda: last_step(tmp_path / "run") >= 8)
+    with Path(f"/proc/{job.ranks()[1]}/ns/net").open() as host:
+        set_network(host.fileno(), "down")
+    began, before = time.monotonic(), last_step(tmp_path / "run")
+    job.wait_until(lambda: last_step(tmp_path / "run") > before + 1)
+    seconds = time.monotonic() - began
+    for pid in job.processes():
+        if "run" in command_line(pid):
+            os.kill(pid, signal.SIGTERM)
+    done = job.finish()
+    assert done.code == 75 and "node1 does not answer. 1 of 2 hosts left, with 1 ranks: restart 1" in done.err, done
+    assert seconds < 60, seconds
+    print(f"{seconds:.1f} s, {json.loads((tmp_path / 'run' / 'summary.json').read_text())['lost_s']}")
 
 
 @pytest.mark.library

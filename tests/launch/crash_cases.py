@@ -7,11 +7,14 @@ case to a table, and a point here if none of `POINTS` fits; `CrashedRun` starts,
 import os
 import random
 import signal
+import subprocess
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpi_launch import finish, start
+import pytest
+from mpi_launch import end_all, finish, start
 from small_run import last_step, losses
 
 from odc_mpi.checkpoint.commands import verify
@@ -107,3 +110,15 @@ class CrashedRun:
             self.happen(job, each.happens)
         lines, damaged = verify(self.directory)
         assert damaged == 0, lines
+
+
+@contextmanager
+def small_disk(path, size):
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield
+    finally:
+        end_all()
+        subprocess.run(["umount", path], check=True)

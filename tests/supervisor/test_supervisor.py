@@ -103,6 +103,8 @@ TRAIN = ["train", "--model.path", "m", "--data.path", "d"]
         (("run(3); fail(); exit(1)", DONE), 0, 2, "rank 1 on h1 failed (broken), after step 3"),
         (("run(3); fail(final=True); exit(1)",), 1, 1, ""),
         (("run(start); exit(1)",), 1, 10, "not started again: --max-restarts 9"),
+        (("run(3); fail(); exit(1)",), 1, 2, "the same failure at the same step twice"),
+        (("run(3); fail(); exit(1)", "run(3); exit(1)", "run(3); fail(); exit(1)", DONE), 0, 4, "restart 3"),
         # A launcher that waits for a lost host is ended.
         (("run(3); fail(); time.sleep(60)", DONE), 0, 2, "restart 1"),
     ],

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 import yaml
-from crash_cases import CONSTANT, ENDLESS, CrashedRun, Start
-from mpi_launch import end_all, finish, odc_mpi, start
+from crash_cases import CONSTANT, ENDLESS, CrashedRun, Start, small_disk
+from mpi_launch import finish, odc_mpi, start
 from pair_files import write_pairs
 from small_run import losses, write_config
 from transformers import AutoModelForCausalLM
@@ -105,18 +104,6 @@ def test_a_second_signal_does_not_wait(config, ranks):
     # MPICH's mpiexec has codes of its own: 255, or 0 if a proxy ends before it.
     assert done.code in ((0, 255) if ranks else (-signal.SIGINT,)) and done.seconds < 10
     assert "interrupted; saving after this step. Press Ctrl-C again" in done.err
-
-
-@contextmanager
-def small_disk(path, size):
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        yield
-    finally:
-        end_all()
-        subprocess.run(["umount", path], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
