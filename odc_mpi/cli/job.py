@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import Any
 
-from odc_mpi.cli.options import as_path, positive_int, require_config
+from odc_mpi.cli.options import as_path, count, positive_int, require_config
 from odc_mpi.errors import UserError
 from odc_mpi.jobs.scripts import SIGNAL_S, PbsJob, SlurmJob, submit
 
@@ -18,7 +18,7 @@ JOB = (
 #: Options that are passed on to sbatch, because some sites require them, with their names in PBS.
 CHOICES = {"partition": "-q", "account": "-A", "gpus-per-node": "ngpus"}
 #: Options of Slurm alone.
-SLURM_ONLY = ("stage", "stage-environment", "mpi")
+SLURM_ONLY = ("stage", "stage-environment", "mpi", "spares")
 #: Program of each scheduler that submits a script.
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 #: Pattern for the formats in which sbatch accepts time limits: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stage-environment", type=as_path, metavar="TAR", help="unpack this virtual environment on each node first"
     )
+    parser.add_argument("--spares", type=count, metavar="N", help="further nodes, to replace lost ones; default: 0")
     parser.add_argument("--mpi", metavar="TYPE", help="option of srun; default: that of the installed MPI library")
     parser.add_argument("--submit", action="store_true", help="submit the script with sbatch or qsub")
 
@@ -79,6 +80,7 @@ def _slurm_job(arguments: argparse.Namespace, data: str) -> str:
         choices=_choices(arguments),
         stage=arguments.stage and str(arguments.stage),
         data=data if arguments.stage else None,
+        spares=arguments.spares or 0,
         archive=arguments.stage_environment and str(arguments.stage_environment.absolute()),
     ).script()
 

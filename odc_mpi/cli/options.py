@@ -56,6 +56,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Parse an integer from 0 to `MAX_VALUE`."""
+    return 0 if text == "0" else positive_int(text)
+
+
 def size_in_bytes(text: str) -> int:
     """Convert a size such as ``512M`` to a number of bytes."""
     num_bytes = parse_size(text)

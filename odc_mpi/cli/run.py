@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.cli import train
-from odc_mpi.cli.options import Parser, positive_int
+from odc_mpi.cli.options import Parser, count, positive_int
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.start.launch import is_launched
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="number of ranks; default: all of the hosts, 1")
     parser.add_argument("--min-ranks", type=positive_int, default=1, metavar="N", help="end below this; default: 1")
     parser.add_argument(
-        "--max-restarts", type=_count, default=_MAX_RESTARTS, metavar="N", help=f"default: {_MAX_RESTARTS}"
+        "--max-restarts", type=count, default=_MAX_RESTARTS, metavar="N", help=f"default: {_MAX_RESTARTS}"
     )
     parser.add_argument("--hosts", type=_names, metavar="H1:4,H2:4", help="hosts for mpiexec, with their ranks")
 
@@ -122,7 +122,3 @@ def _names(text: str) -> list["Host"]:
             raise argparse.ArgumentTypeError(f"expected different hosts, as in h1,h2 or h1:4,h2:4, got {text!r}")
         hosts.append(Host(name, positive_int(ranks) if colon else 0))
     return hosts
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else positive_int(text)

@@ -50,6 +50,7 @@ class SlurmJob:
         archive: Path of a tar of a virtual environment that is unpacked on each node and used, by default $VENV_TAR.
         array: Value for `sbatch --array`, or "" for a single job.
         settings: Bash code, ending with a line break, that appends settings to the script's arguments.
+        spares: Number of further nodes, which are used only in place of lost ones; if 0, $SPARES of them are.
     """
 
     headline: str
@@ -67,11 +68,14 @@ class SlurmJob:
     archive: str | None = None
     array: str = ""
     settings: str = ""
+    spares: int = 0
 
     def script(self) -> str:
         """Return the text of the batch script."""
         texts = {
             **vars(self),
+            "nodes": self.nodes + self.spares,
+            "spares": self.spares or "${SPARES:-0}",
             "array": f"#SBATCH --array={self.array}\n" if self.array else "",
             "signal_s": SIGNAL_S,
             "output": "%x-%A_%a.out" if self.array else "%x-%j.out",

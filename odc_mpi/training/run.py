@@ -22,7 +22,6 @@ The training loop calls the hooks of the callbacks in this order:
     StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -158,15 +157,6 @@ def prepare_inputs(context: RunContext) -> None:
     if resume_point:
         check_resume_point(resume_point, config, world, context.inputs)
     context.config = world.run_on_all(partial(resolve_steps, config, context.inputs, resume_point))
-
-
-def delete_staged_data(config: Config, world: World) -> None:
-    """Delete the copy of the data that the batch script made, so that none is left behind, however the job ends.
-
-    All ranks of `world`, those of the job, must have opened it.
-    """
-    if world.local_rank == 0 and os.environ.get("ODC_MPI_STAGED_FILE") == config.data.path:
-        Path(config.data.path).unlink(missing_ok=True)
 
 
 def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:

@@ -15,7 +15,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.exact import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.islands.apart import train_apart
-from odc_mpi.training.run import Run, decide, delete_staged_data, prepare_inputs
+from odc_mpi.training.run import Run, decide, prepare_inputs
 from odc_mpi.training.rundir.resume import find_resume_point, report_already_complete
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.start.resolved_settings import resolve_settings
@@ -56,7 +56,6 @@ def train(
         context.islands = islands
         context.resume_point = find_resume_point(config, world)
         prepare_inputs(context)
-        delete_staged_data(config, world)
         check_stop()
         if context.resume_point and context.resume_point.step >= context.config.run.steps:
             if islands:

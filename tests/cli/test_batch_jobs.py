@@ -52,15 +52,25 @@ def test_templates(name):
 def test_a_script_from_a_configuration(config, capsys):
     options = ["--nodes", "4", "--ranks-per-node", "2", "--cores-per-rank", "6", "--time", "1-00:00:00"]
     options += ["--partition", "long", "--gpus-per-node", "2", "--stage", "/my tmp", "--mpi", "pmi2", "--name", "a.b"]
+    options += ["--spares", "1"]
     assert cli.main(["job", str(config), *options, "--run.steps", "5"]) == 0
     script = capsys.readouterr().out
     check(script)
-    wanted = {"nodes": "4", "ntasks-per-node": "2", "cpus-per-task": "6", "time": "1-00:00:00", "partition": "long"}
+    wanted = {
+        "nodes": "5",
+        "no-kill": "",
+        "ntasks-per-node": "2",
+        "cpus-per-task": "6",
+        "time": "1-00:00:00",
+        "partition": "long",
+    }
     wanted |= {"gpus-per-node": "2", "job-name": "a.b", "signal": "B:USR1@120", "requeue": "", "open-mode": "append"}
+    wanted |= {"no-kill": ""}
     assert directives(script).items() >= wanted.items()
     assert "##SBATCH --account=ACCOUNT" in script
     assert "export SLURM_MPI_TYPE=pmi2\n" in script, "what is asked for wins over the environment"
     assert f"set -- --config '{config}' --run.steps 5" in script
+    assert "\nspares=1    # " in script
     assert "stage='/my tmp'\ndata='data of mine.h5'" in script
 
 
@@ -114,11 +124,11 @@ def test_submitting_prints_and_passes_the_exit_code_on(config, tmp_path, monkeyp
     assert printed.out == script and re.fullmatch(f"odc-mpi: error: --submit.* {program} .*\n", printed.err)
 
 
-#: Records its arguments; srun and sbcast then do what the variable of their name contains.
+#: Records its arguments, then does what the variable of its name, without a dash, contains.
 PROGRAM = """#!/bin/bash
 echo "{name} $*" >> "$CALLS"
 case " $* " in *" rm "* | *" --version "*) exit 0 ;; esac
-eval "${name}"
+eval "${variable}"
 """
 #: Goes on until SIGUSR1, which it obeys.
 UNTIL_SIGNALED = (
@@ -133,9 +143,9 @@ class Place:
         self.path = path / "my jobs"
         self.path.mkdir()
         self.calls_path = self.path / "calls"
-        for name in ("srun", "sbcast", "scontrol", "mpiexec", "qsub"):
+        for name in ("srun", "sbcast", "scontrol", "squeue", "mpiexec", "qsub", "odc-mpi"):
             program = self.path / name
-            program.write_text(PROGRAM.format(name=name))
+            program.write_text(PROGRAM.format(name=name, variable=name.replace("-", "")))
             program.chmod(0o755)
 
     def start(self, script, *arguments, **env):
@@ -144,7 +154,9 @@ class Place:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         variables = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
         variables |= {
+            "odcmpi": "true",
             "srun": "true",
+            "squeue": "echo 1",
             "sbcast": "true",
             "scontrol": "true",
             "qsub": "true",
@@ -187,8 +199,6 @@ TRAIN = TEMPLATES["train"]
 STAGED = {"STAGE": "/local", "DATA": "data of mine.h5"}
 COPYING = 'touch "$CALLS.up"; exec sleep 30'
 REMOVED = "rm -rf /local/12-data of mine.h5"
-#: What `scontrol show job` prints while a job that Slurm wants its nodes from may still run.
-PREEMPTED = {"scontrol": 'echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=2026-01-01T00:00:00"'}
 
 
 DEAF = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
@@ -198,28 +208,26 @@ SAVED = f"(sleep 0.2; kill -TERM $$) & {UNTIL_SIGNALED.replace('USR1', 'TERM')}"
 @pytest.mark.parametrize(
     ("signals", "env", "code", "requeued", "last_step"),
     [
-        *(((), {"srun": srun}, code, False, "") for srun, code in (("true", 0), ("exit 7", 7), ("exit 138", 138))),
-        *(((), {"srun": srun}, 75, True, "") for srun in ('touch "$ODC_MPI_STOPPED_FILE"', "exit 75")),
+        *(((), {"odcmpi": run}, code, False, "") for run, code in (("true", 0), ("exit 7", 7), ("exit 138", 138))),
+        *(((), {"odcmpi": run}, 75, True, "") for run in ('touch "$ODC_MPI_STOPPED_FILE"', "exit 75")),
         # Ranks that start while the job is stopped find a file; ranks are notified once.
-        ((signal.SIGUSR1,), {"srun": DEAF}, 75, True, ""),
-        ((signal.SIGUSR1, signal.SIGUSR1), {"srun": UNTIL_SIGNALED}, 75, True, ""),
-        # A canceled job leaves no files; here the ranks have removed the copies.
-        *(((signal.SIGTERM,), {"srun": SAVED, **staged}, 143, False, "") for staged in ({}, STAGED)),
+        ((signal.SIGUSR1,), {"odcmpi": DEAF}, 75, True, ""),
+        ((signal.SIGUSR1, signal.SIGUSR1), {"odcmpi": UNTIL_SIGNALED}, 75, True, ""),
+        # A canceled job leaves no files.
+        ((signal.SIGTERM,), {"odcmpi": SAVED}, 143, False, ""),
+        ((signal.SIGTERM,), {"odcmpi": SAVED, **STAGED}, 143, False, REMOVED),
         # Signals while the data set is copied: nothing is trained.
         ((signal.SIGUSR1,), {"sbcast": COPYING, **STAGED}, 75, True, REMOVED),
         ((signal.SIGTERM,), {"sbcast": COPYING, **STAGED}, 143, False, REMOVED),
-        # Slurm preempts a job: the ranks alone get SIGTERM, before they handle it. Others fail at once.
-        ((), {"srun": "exit 143", **PREEMPTED}, 75, True, ""),
-        ((), {"srun": "exit 143", "scontrol": "echo PreemptEligibleTime=2026 PreemptTime=None"}, 143, False, ""),
         # A run that fails leaves no copy.
-        ((), {"srun": "exit 2", **STAGED}, 2, False, REMOVED),
+        ((), {"odcmpi": "exit 2", **STAGED}, 2, False, REMOVED),
     ],
 )
 def test_how_a_job_ends(place, signals, env, code, requeued, last_step):
     assert (place.signal(*signals, **env) if signals else place.run(TRAIN, **env)[0]) == code
-    assert [call for call in place.calls("scontrol") if call != "show job 12"] == ["requeue 12"] * requeued
-    steps = place.calls("srun")
-    assert steps[-1].endswith(last_step) and (len(steps) == 1 or "exit 2" in env.get("srun", ""))
+    assert place.calls("scontrol") == ["requeue 12"] * requeued
+    on_nodes_left = "--nodes=1 --ntasks=1 "  # by squeue
+    assert [call.partition(on_nodes_left)[2] for call in place.calls("srun")] == ([last_step] if last_step else [])
     assert not list(place.path.glob(".*stop*"))
 
 
@@ -240,22 +248,23 @@ def test_pbs_jobs_save_before_their_limit(place, config, capsys, after_s, mpiexe
 
 
 def test_ranks_get_the_arguments_and_the_environment_of_the_script(place):
-    ended = place.run(TRAIN, "--config", "my file", srun='[ "$SLURM_EXPORT_ENV" = ALL ]', SLURM_EXPORT_ENV="NONE")
-    assert ended == (0, "") and place.calls("srun")[0].endswith("odc-mpi train --config my file")
+    ended = place.run(TRAIN, "--config", "my file", odcmpi='[ "$SLURM_EXPORT_ENV" = ALL ]', SLURM_EXPORT_ENV="NONE")
+    assert ended == (0, "") and place.calls("odc-mpi") == ["run --ranks 2 -- odc-mpi train --config my file"]
+    assert place.run(TRAIN, SLURM_NNODES="5", SLURM_NTASKS_PER_NODE="4", SPARES="2") == (0, "")
+    assert place.calls("odc-mpi")[-1] == "run --ranks 12 -- odc-mpi train"
 
 
 def test_a_number_without_settings_does_not_train(place):
     code, output = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
     assert code != 0 and "there is no line of settings for index 3" in output
-    assert place.calls("srun") == []
+    assert place.calls("odc-mpi") == []
 
 
-def test_the_copy_is_used_for_training_and_removed_if_the_ranks_cannot(place):
-    srun, left = '[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]', place.path / "12-data"
-    assert place.run(TRAIN, "--config", "c", srun=srun, **STAGED) == (0, "")
+def test_the_copy_is_used_for_training_and_removed(place):
+    left = place.path / "12-data"
+    assert place.run(TRAIN, "--config", "c", **STAGED) == (0, "")
     assert place.calls("sbcast") == ["--force data of mine.h5 /local/12-data of mine.h5"]
-    (call,) = place.calls("srun")
-    assert call.endswith("--config c --data.path /local/12-data of mine.h5")
+    assert place.calls("odc-mpi")[0].endswith("--config c --data.path /local/12-data of mine.h5")
     staged = {"STAGE": str(place.path), "DATA": str(place.path / "data")}
     assert place.run(TRAIN, sbcast=f"touch '{left}'", **staged) == (0, "")
     assert not left.exists() and place.calls("srun")[-1].endswith(f"rm -rf {left}")
@@ -273,4 +282,4 @@ def test_user_errors_of_staging(place, arguments, env, words):
     code, output = place.run(TRAIN, *arguments, **env)
     assert code == 2
     assert len(output.splitlines()) == 1 and words in output
-    assert place.calls("sbcast") == place.calls("srun") == []
+    assert place.calls("sbcast") == place.calls("odc-mpi") == []

@@ -120,16 +120,6 @@ def test_bfloat16_is_warned_of_on_a_processor_without_it(config, tmp_path, monke
     assert "this processor has no instructions for it" in capsys.readouterr().err
 
 
-def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):
-    copy, other = tmp_path / "copy.h5", tmp_path / "other.h5"
-    for path in (copy, other):
-        path.write_bytes((tmp_path / "data.h5").read_bytes())
-    monkeypatch.setenv("ODC_MPI_STAGED_FILE", str(copy))
-    for path in (copy, other):
-        assert cli.main(["train", "--config", str(config), "--data.path", str(path), "--run.resume", "never"]) == 0
-    assert [path.exists() for path in (copy, other)] == [False, True]
-
-
 @pytest.mark.parametrize("size", [10, 1_000_000], ids=["in the buffer", "beyond the buffer"])
 def test_output_without_a_reader(size):
     """As of `odc-mpi checkpoint show run | head`; what fits into the buffer is written at the end only."""

@@ -17,9 +17,10 @@ import machine
 import mpi_launch
 from machine import run
 
-#: The third is only in the partitions of the test on preemption, so that no other job is preempted.
-NODES = ("node0", "node1", "node2")
-ADDRESSES = {"controller": "10.77.0.10", "node0": "10.77.0.11", "node1": "10.77.0.12", "node2": "10.77.0.13"}
+#: The third is only in the partitions of the test on preemption, so that no other job is preempted, and the last two in
+#: that of the test on the loss of a node.
+NODES = ("node0", "node1", "node2", "node3", "node4")
+ADDRESSES = {"controller": "10.77.0.10", **{name: f"10.77.0.{11 + i}" for i, name in enumerate(NODES)}}
 #: Where each node finds a directory that the other does not see.
 SCRATCH = "/run/scratch"
 #: What Slurm reads and writes.
@@ -64,6 +65,7 @@ PreemptMode=REQUEUE
 PartitionName=all Nodes=node0,node1 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:2
 PartitionName=grace Nodes=node2 GraceTime=60 State=UP
 PartitionName=nograce Nodes=node2 State=UP
+PartitionName=loss Nodes=node3,node4 State=UP
 PartitionName=high Nodes=node2 PriorityTier=10 PreemptMode=OFF State=UP
 """
 NODE = (

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -38,11 +37,13 @@ def jobs(place, request):
         "rendered": render(place),
         "single": stage(place),
         "lost": place.train("train", *place.records("lost"), *EVERY_10, options=TWO_NODES),
+        "down": stage_on_two(place),
         "pair": pair(place),
         "within": within(place),
     }
     with ThreadPoolExecutor() as others:
-        submitted["losing"] = others.submit(kill_a_rank, place, submitted["lost"])
+        submitted["losing"] = others.submit(kill_a_rank, place)
+        submitted["setting down"] = others.submit(set_down, place)
         if any("library" not in item.keywords for item in request.session.items):
             submitted |= jobs_of_any_library(place, others)
         yield submitted
@@ -105,6 +106,11 @@ def stage(place):
     )
 
 
+def stage_on_two(place):
+    options = [*TWO_NODES, "--partition=loss"]
+    return place.train("train", *place.records("down"), *EVERY_10, options=options, STAGE=SCRATCH, DATA=place.data)
+
+
 def send_stop(place, job, run, *to):
     """Stop a job in the middle of the training, by default by signals to its step alone, as with --signal=USR1."""
     place.wait_for_steps(10, run)
@@ -127,16 +133,16 @@ def preempt(place):
     return place.command("true", *options)
 
 
-def kill_a_rank(place, job):
-    """Return the seconds that the job lived after that; it is queued again."""
+def kill_a_rank(place):
     place.wait_for_checkpoint("lost")
     process = re.search(r"process: (\d+)", (place.path / "lost-logs" / "rank-1.log").read_text()).group(1)
-    assert place.cluster.run("kill", "-KILL", process).code == 0
-    began = time.monotonic()
-    place.finish(job, "FAILED", timeout_s=60)
-    lived_s = time.monotonic() - began
-    assert place.cluster.run("scontrol", "requeue", job).code == 0
-    return lived_s
+    return place.cluster.run("kill", "-KILL", process).code
+
+
+def set_down(place):
+    """Set the second node of a job down, which Slurm then takes from the job."""
+    place.wait_for_checkpoint("down")
+    return place.cluster.run("scontrol", "update", "NodeName=node4", "State=DOWN", "Reason=test").code
 
 
 @pytest.mark.library
@@ -224,12 +230,21 @@ def test_preempted_jobs_save_once_and_continue(place, jobs):
 
 
 @pytest.mark.library
-def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
-    assert jobs["losing"].result() < 20
-    output = place.finish(jobs["lost"])
+@pytest.mark.parametrize(
+    ("run", "event", "left"), [("lost", "losing", ["node0", "node1"]), ("down", "setting down", ["node3"])]
+)
+def test_a_job_continues_after_the_loss_of_a_rank_or_a_node(place, jobs, run, event, left):
+    assert jobs[event].result() == 0
+    output = place.finish(jobs[run])
     assert re.search(r"resuming from step \d+0:", output)
+    summary = place.summary(run)
+    assert summary["hosts"] == left and summary["restarts"] == 1 and summary["slurm_restarts"] == 0
+    assert summary["slurm_job_id"] == str(jobs[run])
     place.finish(jobs["rendered"])
-    assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
+    assert place.losses(run) == pytest.approx(place.losses("rendered"), rel=1e-3)
+    print(summary["lost_s"])
+    files = place.cluster.run("srun", "--partition=loss", "ls", SCRATCH, timeout_s=LIMIT_S)
+    assert files.code == 0 and "small" not in files.out, "copies on the node that is left"
 
 
 #: Sends signals to srun within a second, after the third step of a run. At the first SIGINT it prints which tasks run.

@@ -18,7 +18,7 @@ from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.islands.diloco import DiLoCo
 from odc_mpi.training.loop import Trainer
-from odc_mpi.training.run import Run, decide, delete_staged_data, prepare_inputs
+from odc_mpi.training.run import Run, decide, prepare_inputs
 from odc_mpi.training.rundir.resume import find_resume_point, open_run, report_already_complete
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
@@ -47,7 +47,6 @@ def train_apart(context: RunContext, islands: Islands, stack: ExitStack) -> dict
         notes={**context.notes, "islands": _describe(config, islands)},
     )
     world.run_on_all(lambda: prepare_inputs(own))
-    delete_staged_data(config, world)
     context.config = replace(config, run=replace(own.config.run, dir=config.run.dir))
     context.check_stop()
     if _is_complete(context):
