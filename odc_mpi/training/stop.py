@@ -98,9 +98,9 @@ class StopRequest(Callback):
 
 
 def _print_how_to_stop() -> None:
-    """Print on rank 0 how to stop a run that a user started by srun. Our batch scripts set `ODC_MPI_STOP_FILE`."""
+    """Print on rank 0 how to stop a run that a user started by srun. `odc-mpi run` sets `ODC_MPI_STOPPED_FILE`."""
     by_srun = "SLURM_STEP_ID" in os.environ and "MPI_LOCALNRANKS" not in os.environ  # not by MPICH's mpiexec
-    if by_srun and "ODC_MPI_STOP_FILE" not in os.environ and launched_rank() == 0:
+    if by_srun and "ODC_MPI_STOPPED_FILE" not in os.environ and launched_rank() == 0:
         os.write(2, _SRUN)
 
 
