@@ -13,6 +13,7 @@ from odc_mpi.runtime.start.launch import is_launched
 
 if TYPE_CHECKING:
     from odc_mpi.supervisor.launchers import Host, Mpiexec, Srun
+    from odc_mpi.supervisor.supervisor import Commands
 
 HELP = "train under mpiexec or srun, and restart from the newest checkpoint when a rank or a host is lost"
 _EXAMPLE = "odc-mpi run --ranks 4 -- train --config FILE"
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if is_launched():
         raise UserError(f"odc-mpi run starts the ranks: run it without mpiexec, as in {_EXAMPLE}")
-    run_dir, command, resumed = _commands(arguments.training)
+    run_dir, commands = _commands(arguments.training)
     launcher = _launcher(arguments)
     available = sum(host.ranks for host in launcher.hosts)
     ranks = arguments.ranks or available
@@ -59,14 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.min_ranks > ranks:
         raise UserError(f"--min-ranks: expected at most {ranks}, the number of ranks, got {arguments.min_ranks}")
     limits = Limits(ranks, arguments.min_ranks, arguments.max_restarts)
-    return Supervisor(launcher, (command, resumed), run_dir, limits).run()
+    return Supervisor(launcher, commands, run_dir, limits).run()
 
 
-def _commands(words: Sequence[str]) -> tuple[Path, list[str], list[str]]:
-    """Return the run directory, and the command of a rank before and after the run has begun.
+def _commands(words: Sequence[str]) -> tuple[Path, "Commands"]:
+    """Return the run directory, and the commands for ranks and hosts.
 
     Words before `train`, such as those of a container, replace this program.
     """
+    from odc_mpi.supervisor.supervisor import Commands
     from odc_mpi.training import settings
 
     if "train" not in words:
@@ -84,7 +86,10 @@ def _commands(words: Sequence[str]) -> tuple[Path, list[str], list[str]]:
     command = [*program, *words[place:]]
     # `never` is for the first start. Before it has begun the run, there may be checkpoints of an earlier one.
     resumed = [*command, "--run.resume", "auto"] if config.run.resume == "never" else command
-    return Path(config.run.dir), command, resumed
+    rescue = (
+        [*program, "checkpoint", "rescue", str(Path(config.run.dir).absolute())] if config.run.memory_every else None
+    )
+    return Path(config.run.dir), Commands(command, resumed, rescue)
 
 
 def _own_program() -> list[str]:

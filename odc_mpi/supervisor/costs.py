@@ -2,6 +2,7 @@
 
     noticing   from the last completed step to the end of the launcher
     probing    until it is known which hosts answer
+    rescuing   until copies in memory have become a checkpoint (`run.memory_every`)
     starting   until the ranks have loaded the checkpoint and opened the run directory
     redoing    until the last completed step is done again
 
@@ -20,7 +21,7 @@ from odc_mpi.observe.metrics import METRICS, SUMMARY, last_step, write_summary
 from odc_mpi.training.rundir.records import RESTARTS
 from odc_mpi.training.rundir.run_dir_lock import read_owner
 
-PHASES = ("noticing", "probing", "starting", "redoing")
+PHASES = ("noticing", "probing", "rescuing", "starting", "redoing")
 
 
 class Costs:
@@ -113,4 +114,4 @@ class Costs:
             if earlier:
                 self.restarts += earlier["restarts"]
                 self.lost_steps += earlier["lost_steps"]
-                self.seconds = {phase: self.seconds[phase] + earlier["lost_s"][phase] for phase in PHASES}
+                self.seconds = {phase: self.seconds[phase] + earlier["lost_s"].get(phase, 0.0) for phase in PHASES}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -13,9 +14,9 @@ from typing import NamedTuple
 
 from odc_mpi.errors import UserError
 
-#: Time within which a host must run `true`, in seconds, and maximum number of hosts that are probed concurrently.
+#: Time within which a host must run `true`, in seconds, and maximum number of hosts that run a program concurrently.
 PROBE_S = 5.0
-_PROBES = 64
+_MAX_CONCURRENT = 64
 #: Variables that name the program with which mpiexec of MPICH or Open MPI reaches other hosts. The default is ssh.
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent")
 #: Options of srun for ranks: the nodes' ranks are consecutive, and each rank maps the memory of all GPUs of its node.
@@ -59,10 +60,12 @@ class Mpiexec:
         exported = [word for name in os.environ if name.startswith("ODC_MPI_") for word in ("-x", name)]
         return [self._mpiexec, "--host", names, "--map-by", "slot:oversubscribe", *exported, *number]
 
-    def probe(self, host: Host) -> list[str]:
-        """Return a command that succeeds if the host answers."""
+    def on_host(self, host: Host, *command: str) -> list[str]:
+        """Return a command that runs a program, in this directory, on one of the hosts."""
+        if is_here(host):
+            return list(command)
         agent = next((os.environ[name] for name in _AGENTS if name in os.environ), "ssh")
-        return [*agent.split(), host.name, "true"]
+        return [*agent.split(), host.name, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"]
 
     def is_ending(self) -> bool:
         """Return True if a scheduler is about to end this job."""
@@ -87,10 +90,10 @@ class Srun:
         where += [f"--ntasks={len(hosts) * per_node}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cores}"]
         return ["srun", *where, *_SRUN]
 
-    def probe(self, host: Host) -> list[str]:
-        """Return a command that succeeds if the node answers."""
+    def on_host(self, host: Host, *command: str) -> list[str]:
+        """Return a command that runs a program on one of the nodes."""
         where = [f"--nodelist={host.name}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
-        return ["srun", "--overlap", "--mpi=none", "--quiet", *where, "true"]
+        return ["srun", "--overlap", "--mpi=none", "--quiet", *where, *command]
 
     def is_ending(self) -> bool:
         """Return True if Slurm is about to end this job: after scancel, at its time limit, or for another job."""
@@ -105,26 +108,39 @@ def is_slurm(environment: Mapping[str, str] = os.environ) -> bool:
 
 def answering(launcher: Mpiexec | Srun, hosts: Sequence[Host]) -> list[Host]:
     """Return those of `hosts` that answer within `PROBE_S`, in order. This host is not probed."""
+    others = [host for host in hosts if not is_here(host)]
+    ends = run_on_hosts(launcher, others, ["true"], PROBE_S)
+    lost = [host for host, end in zip(others, ends, strict=True) if end is None or end.returncode]
+    return [host for host in hosts if host not in lost]
 
-    def answers(host: Host) -> bool:
-        if is_same_host(host.name, socket.gethostname()) or not host.name:
-            return True
+
+def run_on_hosts(
+    launcher: Mpiexec | Srun, hosts: Sequence[Host], command: Sequence[str], timeout_s: float
+) -> list[subprocess.CompletedProcess[str] | None]:
+    """Run a program on all hosts at once, and return its ends, or None where it has not begun or ended in time."""
+
+    def run(host: Host) -> subprocess.CompletedProcess[str] | None:
         try:
             # In a session of its own, in which ssh cannot ask for a password.
-            done = subprocess.run(
-                launcher.probe(host),
+            return subprocess.run(
+                launcher.on_host(host, *command),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=PROBE_S,
+                text=True,
+                timeout=timeout_s,
                 check=False,
                 start_new_session=True,
             )
         except (subprocess.TimeoutExpired, OSError):
-            return False
-        return done.returncode == 0
+            return None
 
-    with ThreadPoolExecutor(_PROBES) as pool:
-        return [host for host, is_left in zip(hosts, pool.map(answers, hosts), strict=True) if is_left]
+    with ThreadPoolExecutor(_MAX_CONCURRENT) as pool:
+        return list(pool.map(run, hosts))
+
+
+def is_here(host: Host) -> bool:
+    """Return True for the host of this process."""
+    return not host.name or is_same_host(host.name, socket.gethostname())
 
 
 def is_same_host(one: str, other: str) -> bool:

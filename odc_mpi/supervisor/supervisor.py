@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from odc_mpi.errors import UserError
 from odc_mpi.files import read_settings
 from odc_mpi.supervisor.costs import Costs
-from odc_mpi.supervisor.launchers import Mpiexec, Srun, answering, is_same_host, is_slurm, place_ranks
+from odc_mpi.supervisor.launchers import Mpiexec, Srun, answering, is_same_host, is_slurm, place_ranks, run_on_hosts
 from odc_mpi.supervisor.process import LauncherProcess
 from odc_mpi.training.rundir.records import FAILURE
 from odc_mpi.training.rundir.run_dir_lock import lock_supervised
@@ -29,6 +29,19 @@ _STRIKES = 2
 #: Number of starts in a row without a step after which the ranks are not started again.
 _MAX_FRUITLESS = 2
 _STOPPED = 75
+#: Seconds that `odc-mpi checkpoint rescue` may take.
+_RESCUE_S = 600.0
+
+
+class Commands(NamedTuple):
+    """Commands of the ranks before and after a start has opened the run directory, and the one that rescues copies.
+
+    `rescue` runs on each host before the ranks start again. It is None without copies in memory (`run.memory_every`).
+    """
+
+    first: Sequence[str]
+    resumed: Sequence[str]
+    rescue: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,13 +56,10 @@ class Limits:
 class Supervisor:
     """Runs a command under a launcher. Construction locks `run_dir`; `run` releases it.
 
-    `commands` are the commands of the ranks before and after a start has opened the run directory. Raises `UserError`
-    if another supervisor has locked the directory, or if it cannot be created.
+    Raises `UserError` if another supervisor has locked the directory, or if it cannot be created.
     """
 
-    def __init__(
-        self, launcher: Mpiexec | Srun, commands: tuple[Sequence[str], Sequence[str]], run_dir: Path, limits: Limits
-    ) -> None:
+    def __init__(self, launcher: Mpiexec | Srun, commands: Commands, run_dir: Path, limits: Limits) -> None:
         self._launcher, self._commands, self._limits = launcher, commands, limits
         self._hosts = list(launcher.hosts)
         self._strikes: Counter[str] = Counter()
@@ -84,7 +94,8 @@ class Supervisor:
             self._failure_file.unlink()
         self._costs.begin_start()
         hosts = place_ranks(self._hosts, self._limits.ranks)
-        command = [*self._launcher.command(hosts), *self._commands[self._costs.has_opened]]
+        ranks = self._commands.resumed if self._costs.has_opened else self._commands.first
+        command = [*self._launcher.command(hosts), *ranks]
         code = self._process.run(command, self._failure_file, self._look)
         if code == 0 and self._stopped_file.exists():
             return _STOPPED
@@ -128,7 +139,18 @@ class Supervisor:
         self._restarts += 1
         self._costs.restarts += 1
         _print(f"{left}: restart {self._restarts} of at most {self._limits.max_restarts}")
+        self._rescue()
         return None
+
+    def _rescue(self) -> None:
+        """Make a checkpoint from the copies in the memory of the hosts that are left, if they have any."""
+        if self._commands.rescue is None or not self._costs.has_opened:
+            return
+        self._costs.enter("rescuing")
+        ends = run_on_hosts(self._launcher, self._hosts, self._commands.rescue, _RESCUE_S)
+        lines = [(end.returncode, end.stdout.strip() or end.stderr.strip()) for end in ends if end]
+        # One of the hosts finds that all have copied their pieces: its exit code is 0.
+        _print(min(lines, default=(1, f"no host rescued a step within {_RESCUE_S:.0f} s"))[1])
 
     def _drop_hosts(self, failure: Mapping[str, Any]) -> str:
         """Drop hosts that do not answer or that failures name, and describe them."""

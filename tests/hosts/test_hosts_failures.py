@@ -66,8 +66,14 @@ def test_leftovers_of_a_job_are_noticed(tmp_path):
 @pytest.mark.library
 @pytest.mark.timeout(240)
 def test_a_run_goes_on_without_a_host_that_is_cut_off(config, tmp_path):
-    """Noticed at the deadline by the other host; its launcher, which waits for the lost one, is ended."""
-    train = ("train", "--config", config, "--run.steps", 100_000, "--run.checkpoint_every", 5, *SETTINGS)
+    """Noticed at the deadline by the other host; its launcher, which waits for the lost one, is ended.
+
+    The other host has copies of the state of both ranks, newer than the last checkpoint.
+    """
+    for host in ("node0", "node1"):
+        (tmp_path / host).mkdir()
+    memory = ("--run.memory_every", 1, "--run.memory_dir", tmp_path / "%h", "--run.checkpoint_every", 1000)
+    train = ("train", "--config", config, "--run.steps", 100_000, *memory, *SETTINGS)
     hosts = ("run", "--hosts", "node0:1,node1:1", "--", *train, "--comm.timeout_s", 4)
     job = start(0, "-m", "odc_mpi", *hosts, timeout_s=90, ODC_MPI_START_TIMEOUT_S=60)
     job.wait_until(lambda: last_step(tmp_path / "run") >= 8)
@@ -81,8 +87,10 @@ def test_a_run_goes_on_without_a_host_that_is_cut_off(config, tmp_path):
             os.kill(pid, signal.SIGTERM)
     done = job.finish()
     assert done.code == 75 and "node1 does not answer. 1 of 2 hosts left, with 1 ranks: restart 1" in done.err, done
-    assert seconds < 60, seconds
-    print(f"{seconds:.1f} s, {json.loads((tmp_path / 'run' / 'summary.json').read_text())['lost_s']}")
+    assert seconds < 60 and "odc-mpi: rescued step " in done.err, (seconds, done.err)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["lost_steps"] <= 2 and list((tmp_path / "node0").iterdir()) == []
+    print(f"{seconds:.1f} s, {summary['lost_s']}")
 
 
 @pytest.mark.library

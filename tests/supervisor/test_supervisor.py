@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import textwrap
 import threading
@@ -14,7 +15,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.observe.metrics import last_step
 from odc_mpi.supervisor import process, supervisor
 from odc_mpi.supervisor.launchers import Host, Mpiexec, is_same_host, place_ranks
-from odc_mpi.supervisor.supervisor import Limits, Supervisor
+from odc_mpi.supervisor.supervisor import Commands, Limits, Supervisor
 from odc_mpi.training.rundir.run_dir_lock import is_held
 
 #: A rank of a pretended run, whose checkpoints are of steps 0, 10, 20: `run(3)` opens the directory, and takes 3 steps.
@@ -46,7 +47,9 @@ class Launcher:
         self.starts.append([host.name for host in hosts])
         return []
 
-    def probe(self, host):
+    def on_host(self, host, *command):
+        if command != ("true",):
+            return [word.format(host=host.name) for word in command]
         return [sys.executable, "-c", f"raise SystemExit({host.name in self.dead})"]
 
     def is_ending(self):
@@ -60,7 +63,7 @@ def supervise(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def run(*programs, hosts=("h1", "h2", "h3"), ranks=6, min_ranks=1, max_restarts=9, dead=()):
+    def run(*programs, hosts=("h1", "h2", "h3"), ranks=6, min_ranks=1, max_restarts=9, dead=(), rescue=None):
         launcher = Launcher([Host(name, 2) for name in hosts], tmp_path, dead)
         paths = []
         for number, program in enumerate(programs):
@@ -73,7 +76,8 @@ def supervise(tmp_path, monkeypatch):
                 return iter([sys.executable, str(path), str(tmp_path / "run"), str(len(launcher.starts))])
 
         limits = Limits(ranks, min_ranks, max_restarts)
-        return Supervisor(launcher, (Numbered(), Numbered()), tmp_path / "run", limits).run(), launcher
+        commands = Commands(Numbered(), Numbered(), rescue)
+        return Supervisor(launcher, commands, tmp_path / "run", limits).run(), launcher
 
     return run
 
@@ -118,6 +122,18 @@ def test_what_ends_a_run_and_what_starts_it_again(
     assert (found, len(launcher.starts)) == (code, starts), output
     assert words.lower() in output.lower() and "Traceback" not in output
     assert not (tmp_path / "run" / ".stopped").exists()
+
+
+def test_copies_in_memory_are_rescued_on_each_host_that_is_left(supervise, tmp_path, capfd):
+    """After a start that has opened the run directory. What the host says that had all pieces is printed."""
+    program = "import sys; open('{path}/{{host}}', 'a').write('x'); done = '{{host}}' == 'h2'; "
+    program += "print('rescued step 7' if done else 'no step rescued'); sys.exit(0 if done else 3)"
+    rescue = [sys.executable, "-c", program.format(path=tmp_path)]
+    code, _ = supervise("exit(1)", "run(3); exit(1)", "run(4); exit(1)", DONE, dead=["h3"], rescue=rescue)
+    assert code == 0 and summary(tmp_path)["lost_s"]["rescuing"] > 0
+    assert {path.name: path.read_text() for path in tmp_path.glob("h?")} == {"h1": "xx", "h2": "xx"}
+    lines = [line for line in capfd.readouterr().err.splitlines() if "rescued" in line]
+    assert lines == ["odc-mpi: rescued step 7"] * 2
 
 
 def test_hosts_that_do_not_answer_or_fail_twice_stay_out(supervise, capfd):
@@ -241,7 +257,9 @@ def test_hosts_on_the_command_line_of_both_libraries(tmp_path, monkeypatch, vers
     assert Mpiexec(hosts).command(hosts) == [str(program), *words.split()]
     assert Mpiexec([Host("", 3)]).command([Host("", 3)]) == [str(program), "-n", "3"]
     monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", "rsh -x")
-    assert Mpiexec(hosts).probe(hosts[1]) == ["rsh", "-x", "b", "true"]
+    monkeypatch.chdir(tmp_path)
+    assert Mpiexec(hosts).on_host(hosts[1], "a b", "c") == ["rsh", "-x", "b", f"cd {tmp_path} && 'a b' c"]
+    assert Mpiexec(hosts).on_host(Host(socket.gethostname(), 1), "a b", "c") == ["a b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import time
 
 import pytest
 from crash_cases import CrashedRun
-from mpi_launch import finish, odc_mpi
+from mpi_launch import finish, odc_mpi, start
+from small_run import last_step
 
 from odc_mpi.checkpoint.commands import digest_line
 
@@ -57,6 +58,22 @@ def test_kills_cost_two_intervals_and_change_nothing(config):
     assert odc_mpi(0, "train", *given).code == 0
     assert digest_line(undisturbed).split()[0] == digest_line(run.directory).split()[0]
     assert json.loads((run.directory / "summary.json").read_text())["memory_copies"] > 0
+
+
+@pytest.mark.timeout(120)
+def test_a_supervised_run_goes_on_from_the_copies_of_a_killed_rank(config, tmp_path):
+    (tmp_path / "memory").mkdir()
+    memory = ("--run.memory_every", 1, "--run.memory_dir", tmp_path / "memory")
+    training = ("train", "--config", config, "--run.steps", 100_000, "--run.dir", tmp_path / "run", *memory)
+    job = start(0, "-m", "odc_mpi", "run", "--ranks", 2, "--", *training)
+    job.wait_until(lambda: last_step(tmp_path / "run") >= 5)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    job.wait_until(lambda: " restart cost " in job.err)
+    job.send_signal(signal.SIGTERM)
+    done = job.finish()
+    assert done.code == 75 and "odc-mpi: rescued step " in done.err, done
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["restarts"] == 1 and summary["lost_steps"] <= 2 and list((tmp_path / "memory").iterdir()) == []
 
 
 @pytest.mark.timeout(120)
