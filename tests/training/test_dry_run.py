@@ -76,6 +76,12 @@ def test_shards_and_states_are_divided_among_ranks_and_caches_are_bounded_by_the
     assert "gradient cache" not in uncached and uncached["gradients in transit"] > half["gradients in transit"]
     multi_node, _ = sizes(MODEL, ranks=2, per_node=1)
     assert "of other ranks, mapped" not in multi_node and multi_node["parameter cache"] > 0
+    assert "copies in memory_dir" not in half
+    for per_node, num_copies in ((2, 1), (1, 2)):
+        copied, _ = sizes(MODEL, "--run.memory_every=1", ranks=2, per_node=per_node)
+        state = 3 * half["parameters"]
+        assert copied["copy to write there"] == state
+        assert 1 < copied["copies in memory_dir"] / (2 * num_copies * state) < 1.5, "files have a header per tensor"
     narrow, on_gpu = sizes(MODEL, "--model.param_dtype=bfloat16", "--run.device=cuda", "--optim.device=cuda", ranks=2)
     assert narrow["fp32 masters"] == 2 * narrow["parameters"] == half["parameters"]
     assert {"optimizer", "fp32 masters", "activations", "fetched units", "parameters", "gradients"} < on_gpu

@@ -250,6 +250,10 @@ def test_bad_values(write, setting):
         ("data: {path: d, eval_path: e}\nmodel: {path: m}\n"
          "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
          "run.keep_best...run.checkpoint_every...run.eval_every, got 6 and 4"),
+        (MINIMAL + "run: {memory_every: 4, checkpoint_every: 4}",
+         "run.memory_every: expected less than run.checkpoint_every, 4, got 4"),
+        (MINIMAL + "run: {memory_every: 4}\nislands: {by: node, mode: outer}",
+         "islands.mode: expected hybrid with run.memory_every 4, got outer: islands that train apart"),
         ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "model.config: model_type is missing"),
         (MINIMAL + "lora: {target_modules: q_proj}", "lora.target_modules requires lora.r"),
         (MINIMAL + "lora: {alpha: 16}", "lora.alpha requires lora.r"),
