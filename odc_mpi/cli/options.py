@@ -58,7 +58,9 @@ def positive_int(text: str) -> int:
 
 def count(text: str) -> int:
     """Parse an integer from 0 to `MAX_VALUE`."""
-    return 0 if text == "0" else positive_int(text)
+    if not (text.isascii() and text.isdecimal() and int(text[:20]) <= MAX_VALUE):
+        raise argparse.ArgumentTypeError(f"expected an integer from 0 to {MAX_VALUE:,}, got {text!r}")
+    return int(text)
 
 
 def size_in_bytes(text: str) -> int:

@@ -12,7 +12,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.start.launch import is_launched
 
 if TYPE_CHECKING:
-    from odc_mpi.supervisor.launchers import Host, Mpiexec, Srun
+    from odc_mpi.supervisor.launchers import Host
     from odc_mpi.supervisor.supervisor import Commands
 
 HELP = "train under mpiexec or srun, and restart from the newest checkpoint when a rank or a host is lost"
@@ -37,30 +37,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Start the ranks with mpiexec or, in a Slurm job, with srun, and start them again from the newest checkpoint, "
         "on the hosts that are left, if they end without having finished. See docs/failures.md."
     )
-    parser.add_argument("--ranks", type=positive_int, metavar="N", help="number of ranks; default: all of the hosts, 1")
-    parser.add_argument("--min-ranks", type=positive_int, default=1, metavar="N", help="end below this; default: 1")
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="ranks; default: those of all hosts, else 1")
     parser.add_argument(
-        "--max-restarts", type=count, default=_MAX_RESTARTS, metavar="N", help=f"default: {_MAX_RESTARTS}"
+        "--min-ranks", type=positive_int, default=1, metavar="N", help="end if fewer ranks are left; default: 1"
     )
-    parser.add_argument("--hosts", type=_names, metavar="H1:4,H2:4", help="hosts for mpiexec, with their ranks")
+    text = f"end after N restarts; default: {_MAX_RESTARTS}"
+    parser.add_argument("--max-restarts", type=count, default=_MAX_RESTARTS, metavar="N", help=text)
+    parser.add_argument(
+        "--hosts", type=_names, metavar="H1:4,H2:4", help="hosts for mpiexec and their ranks; default: here"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the training to its end, and return its exit code."""
-    from odc_mpi.supervisor.supervisor import Limits, Supervisor
+    from odc_mpi.supervisor.launchers import Host, Mpiexec, Srun, is_slurm
+    from odc_mpi.supervisor.supervisor import Supervisor
 
     if is_launched():
         raise UserError(f"odc-mpi run starts the ranks: run it without mpiexec, as in {_EXAMPLE}")
     run_dir, commands = _commands(arguments.training)
-    launcher = _launcher(arguments)
+    hosts = _hosts(arguments.hosts, arguments.ranks) if arguments.hosts else [Host("", arguments.ranks or 1)]
+    launcher = Srun() if is_slurm() and not arguments.hosts else Mpiexec(hosts)
     available = sum(host.ranks for host in launcher.hosts)
     ranks = arguments.ranks or available
-    if ranks > available:
-        raise UserError(f"--ranks: expected at most {available}, the ranks of all hosts, got {ranks}")
-    if arguments.min_ranks > ranks:
-        raise UserError(f"--min-ranks: expected at most {ranks}, the number of ranks, got {arguments.min_ranks}")
-    limits = Limits(ranks, arguments.min_ranks, arguments.max_restarts)
-    return Supervisor(launcher, commands, run_dir, limits).run()
+    for name, least, most in (("ranks", ranks, available), ("min-ranks", arguments.min_ranks, ranks)):
+        if least > most:
+            raise UserError(f"--{name}: expected at most {most}, the number of available ranks, got {least}")
+    return Supervisor(launcher, commands, run_dir, ranks, arguments.min_ranks, arguments.max_restarts).run()
 
 
 def _commands(words: Sequence[str]) -> tuple[Path, "Commands"]:
@@ -82,9 +85,10 @@ def _commands(words: Sequence[str]) -> tuple[Path, "Commands"]:
     if options.config and options.config.exists() and not options.config.is_file():
         raise UserError(f"--config: expected a regular file, which each start reads, got {options.config}")
     config = settings.load(options.config, overrides)
-    program = list(words[:place]) or [sys.executable, *_own_program()]
+    own = [sys.argv[0]] if Path(sys.argv[0]).name == "odc-mpi" else ["-m", "odc_mpi"]
+    program = [*(words[:place] or [sys.executable, *own])]
     command = [*program, *words[place:]]
-    # `never` is for the first start. Before it has begun the run, there may be checkpoints of an earlier one.
+    # `never` is for the first start: before it has begun the run, there may be checkpoints of an earlier one.
     resumed = [*command, "--run.resume", "auto"] if config.run.resume == "never" else command
     rescue = (
         [*program, "checkpoint", "rescue", str(Path(config.run.dir).absolute())] if config.run.memory_every else None
@@ -92,29 +96,15 @@ def _commands(words: Sequence[str]) -> tuple[Path, "Commands"]:
     return Path(config.run.dir), Commands(command, resumed, rescue)
 
 
-def _own_program() -> list[str]:
-    return [sys.argv[0]] if Path(sys.argv[0]).name == "odc-mpi" else ["-m", "odc_mpi"]
-
-
-def _launcher(arguments: argparse.Namespace) -> "Mpiexec | Srun":
-    from odc_mpi.supervisor.launchers import Host, Mpiexec, Srun, is_slurm
-
-    if not arguments.hosts:
-        return Srun() if is_slurm() else Mpiexec([Host("", arguments.ranks or 1)])
-    return Mpiexec(_with_ranks(arguments.hosts, arguments.ranks))
-
-
-def _with_ranks(hosts: Sequence["Host"], ranks: int | None) -> list["Host"]:
-    """Return hosts with their numbers of ranks. If they have none, all of them have the same number."""
-    given = [host for host in hosts if host.ranks]
-    if len(given) == len(hosts):
-        return given
-    if given or (ranks or 0) % len(hosts):
+def _hosts(hosts: Sequence["Host"], ranks: int | None) -> list["Host"]:
+    """Return hosts with their numbers of ranks. Those without one share `ranks` equally."""
+    missing = [host for host in hosts if not host.ranks]
+    if missing and (len(missing) < len(hosts) or (ranks or 0) % len(hosts)):
         raise UserError(
             f"--hosts: expected the ranks of each host, as in {hosts[0].name}:4, or --ranks as a multiple of "
             f"{len(hosts)}, the number of hosts"
         )
-    return [host._replace(ranks=(ranks or len(hosts)) // len(hosts)) for host in hosts]
+    return [host._replace(ranks=host.ranks or (ranks or len(hosts)) // len(hosts)) for host in hosts]
 
 
 def _names(text: str) -> list["Host"]:

@@ -10,7 +10,6 @@ terminal, the summary, `odc-mpi watch`, the report and the manual follow the dec
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +23,6 @@ from odc_mpi.formatting import format_quantity
 from odc_mpi.islands.run_dir import combine_metrics, current_islands
 
 METRICS, DECLARATIONS, SUMMARY = "metrics.jsonl", "metrics.json", "summary.json"
-#: Length of the end of metrics.jsonl that contains its last line.
-_TAIL_BYTES = 1 << 16
 #: Headings of the tables of metrics in the manual and, except for `DETAILS`, in the report.
 GROUPS = ("Result", "Speed", "Memory and traffic", "Model and machine", "Other", "Details")
 RESULT, SPEED, MEMORY, MACHINE, OTHER, DETAILS = GROUPS
@@ -179,20 +176,6 @@ def read_run_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
     combined = combine_metrics([read_metrics(each, step) for each in current_islands(run_dir)])
     lines = {line["step"]: line for line in (*combined, *read_metrics(run_dir, step))}
     return [line for _, line in sorted(lines.items())]
-
-
-def last_step(run_dir: Path) -> int:
-    """Return the last step of a run, that all its islands have taken if they train apart. Reads the ends of files."""
-    return min(map(_last_step, current_islands(run_dir) or [run_dir]))
-
-
-def _last_step(directory: Path) -> int:
-    with suppress(OSError), (directory / METRICS).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")[:-1]):
-            with suppress(ValueError, KeyError, TypeError):
-                return int(parse_json(line)["step"])
-    return 0
 
 
 class Summary:

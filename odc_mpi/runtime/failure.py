@@ -15,14 +15,8 @@ def report_failure(
 ) -> None:
     """Write the first failure of this job to the file that ODC_MPI_FAILURE_FILE names, if it is set.
 
-    The file appears complete, only the current user can access it, and later reports do not change it.
-
-    Args:
-        error: Exception or message.
-        rank: Rank that failed, or None if it is unknown.
-        host: Host of that rank, by default this host.
-        activity: Last activity of that rank, as in its status.
-        final: True if every start would fail in the same way.
+    `rank` and `host` are those that failed, if known; by default this host. `activity` is the last status of that rank.
+    `final` is True if every start would fail in this way. The file appears complete and private, and stays as it is.
     """
     path = os.environ.get("ODC_MPI_FAILURE_FILE")
     if not path:

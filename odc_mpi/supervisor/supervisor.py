@@ -1,40 +1,57 @@
 """`Supervisor`: starts the ranks of a run, waits for their end, and decides whether to start them again.
 
-Exit codes 0, 2 and 75 end the run, as do signals, failures that every start would repeat (`TrainingError`), the same
-failure at the same step twice in a row, too few hosts, too many restarts, and two starts in a row that end before their
-first step. After any other end, the hosts are
-probed, and the ranks start from the newest checkpoint on those that are left. A host that does not answer, or that two
-failures name, stays out.
+Exit codes 0, 2 and 75 end the run, as do signals, failures that every start would repeat, too few hosts and too many
+restarts. After any other end the hosts are probed, and the ranks start from the newest checkpoint on those that are
+left. A host that does not answer, or that two failures name, stays out.
 """
 
+import ctypes
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from odc_mpi.errors import UserError
 from odc_mpi.files import read_settings
 from odc_mpi.supervisor.costs import Costs
-from odc_mpi.supervisor.launchers import Mpiexec, Srun, answering, is_same_host, is_slurm, place_ranks, run_on_hosts
-from odc_mpi.supervisor.process import LauncherProcess
+from odc_mpi.supervisor.launchers import (
+    Mpiexec,
+    Srun,
+    answering,
+    is_same_host,
+    is_slurm,
+    job_is_ending,
+    place_ranks,
+    run_on_hosts,
+)
 from odc_mpi.training.rundir.records import FAILURE
 from odc_mpi.training.rundir.run_dir_lock import lock_supervised
 
-#: Number of failures that name a host after which it stays out.
-_STRIKES = 2
-#: Number of starts in a row without a step after which the ranks are not started again.
-_MAX_FRUITLESS = 2
-_STOPPED = 75
+#: Number of failures that name a host after which it stays out, and number of starts in a row without a step after
+#: which the ranks are not started again.
+_STRIKES = _MAX_FRUITLESS = 2
+#: Seconds between checks of the launcher and of the run directory.
+_POLL_S = 0.1
+#: Seconds that a launcher has to end after a rank has reported a failure, and again after SIGTERM. It may wait forever
+#: for a host that is gone.
+_GRACE_S = 3.0
+#: Seconds after the first signal during which others are ignored, since they may have the same origin.
+_REPEAT_S = 1.0
 #: Seconds that `odc-mpi checkpoint rescue` may take.
 _RESCUE_S = 600.0
+_STOPPED = 75
+_PR_SET_PDEATHSIG = 1
 
 
 class Commands(NamedTuple):
-    """Commands of the ranks before and after a start has opened the run directory, and the one that rescues copies.
+    """Commands of a rank before and after a start has opened the run directory, and the one that rescues copies.
 
     `rescue` runs on each host before the ranks start again. It is None without copies in memory (`run.memory_every`).
     """
@@ -44,135 +61,151 @@ class Commands(NamedTuple):
     rescue: Sequence[str] | None = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Number of ranks at the first start, minimum number of ranks, and maximum number of restarts."""
-
-    ranks: int
-    min_ranks: int
-    max_restarts: int
-
-
 class Supervisor:
-    """Runs a command under a launcher. Construction locks `run_dir`; `run` releases it.
+    """Runs ranks under a launcher. Construction locks `run_dir`; `run` releases it. Main thread only.
 
-    Raises `UserError` if another supervisor has locked the directory, or if it cannot be created.
+    The first signal asks the ranks to save and end: by SIGUSR1, which all launchers forward. A later SIGTERM or Ctrl-C
+    ends the launcher. Raises `UserError` if another supervisor has locked the directory, or if it cannot be created.
     """
 
-    def __init__(self, launcher: Mpiexec | Srun, commands: Commands, run_dir: Path, limits: Limits) -> None:
-        self._launcher, self._commands, self._limits = launcher, commands, limits
-        self._hosts = list(launcher.hosts)
-        self._strikes: Counter[str] = Counter()
+    def __init__(
+        self,
+        launcher: Mpiexec | Srun,
+        commands: Commands,
+        run_dir: Path,
+        ranks: int,
+        min_ranks: int,
+        max_restarts: int,
+    ) -> None:
+        self._launcher, self._commands, self._hosts = launcher, commands, list(launcher.hosts)
+        self._ranks, self._min_ranks, self._max_restarts = ranks, min_ranks, max_restarts
         self._run_dir = run_dir.absolute()
-        self._lock = lock_supervised(self._run_dir)
+        self._lock, self._costs = lock_supervised(self._run_dir), Costs(self._run_dir)
         self._failure_file = self._run_dir / FAILURE
         # Some launchers end all ranks at the first nonzero exit code: ranks that stop on request exit with 0.
         self._stopped_file = Path(os.environ.get("ODC_MPI_STOPPED_FILE") or self._run_dir / ".stopped")
-        for name, path in (("FAILURE", self._failure_file), ("STOPPED", self._stopped_file)):
-            os.environ[f"ODC_MPI_{name}_FILE"] = str(path)
-        self._process, self._costs, self._restarts = LauncherProcess(), Costs(self._run_dir), 0
-        self._fruitless_starts = 0
+        os.environ["ODC_MPI_FAILURE_FILE"] = str(self._failure_file)
+        os.environ["ODC_MPI_STOPPED_FILE"] = str(self._stopped_file)
+        self._strikes: Counter[str] = Counter()
+        self._restarts = self._num_fruitless = 0
         self._last_failure: tuple[object, int] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signaled_at = 0.0
 
     def run(self) -> int:
-        """Run until the end, and return the exit code. Main thread only."""
-        with self._lock, self._process:
+        """Run until the end, and return the exit code."""
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
+        with self._lock:
             code = None
             while code is None:
+                for path in (self._failure_file, self._stopped_file):
+                    path.unlink(missing_ok=True)
                 code = self._decide(self._start())
-            self._costs.write()
-            with suppress(OSError):
-                self._stopped_file.unlink(missing_ok=True)
-                self._run_dir.rmdir()  # if it is empty, because no start has begun the run
+                self._costs.write()
             if self._restarts:
-                _print(self._costs.describe())
-            return code
+                _print(", ".join(f"{key} {value:.4g}" for key, value in self._costs.entries.items()))
+            self._stopped_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._run_dir.rmdir()  # if it is empty, because no start has begun the run
+        for number, before in previous.items():
+            signal.signal(number, before)
+        return code
 
     def _start(self) -> int:
-        """Start the ranks, wait for their end, and return the exit code."""
-        with suppress(OSError):
-            self._failure_file.unlink()
+        """Start the ranks, wait for their end, and return the exit code: 128 plus a signal that ends the launcher."""
         self._costs.begin_start()
-        hosts = place_ranks(self._hosts, self._limits.ranks)
-        ranks = self._commands.resumed if self._costs.has_opened else self._commands.first
-        command = [*self._launcher.command(hosts), *ranks]
-        code = self._process.run(command, self._failure_file, self._look)
-        if code == 0 and self._stopped_file.exists():
+        hosts, failed_at = place_ranks(self._hosts, self._ranks), 0.0
+        command = self._commands.resumed if self._costs.has_opened else self._commands.first
+        libc = ctypes.CDLL(None)
+        self._process = process = subprocess.Popen(
+            [*self._launcher.command(hosts), *command],
+            stdin=subprocess.DEVNULL,
+            # In a session of its own, so that Ctrl-C does not reach it. If this process is killed, launchers clean up.
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        if self._signaled_at:
+            process.send_signal(signal.SIGUSR1)
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            self._costs.look()
+            if not failed_at and self._failure_file.exists():
+                failed_at = time.monotonic()
+            if failed_at and (late_s := time.monotonic() - failed_at) > _GRACE_S:
+                process.send_signal(signal.SIGTERM if late_s < 2 * _GRACE_S else signal.SIGKILL)
+                time.sleep(_GRACE_S - _POLL_S)
+        if self._stopped_file.exists():
             return _STOPPED
-        return code or int(self._costs.is_held())  # MPICH's mpiexec may return 0 although a rank died
+        code = int(process.returncode)
+        # MPICH's mpiexec may return 0 although a rank died.
+        return 128 - code if code < 0 else code or int(self._costs.is_held())
 
-    def _look(self) -> None:
-        if self._costs.look() and self._restarts:
-            self._costs.write()
-            _print(self._costs.describe())
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now, is_first = time.monotonic(), not self._signaled_at
+        self._signaled_at = self._signaled_at or now
+        if is_first and number == signal.SIGINT:
+            # Not with print, which the signal may have interrupted.
+            os.write(2, b"odc-mpi: interrupted; saving after this step. Press Ctrl-C again to end at once\n")
+        if self._process and is_first:
+            self._process.send_signal(signal.SIGUSR1)
+        elif self._process and number != signal.SIGUSR1 and now > self._signaled_at + _REPEAT_S:
+            self._process.send_signal(signal.SIGTERM)
 
     def _decide(self, code: int) -> int | None:
         """Return the exit code of the run after a start that ended with `code`, or None to start again."""
-        has_progress, failure = self._costs.end_start(), self._read_failure()
-        self._fruitless_starts = 0 if has_progress else self._fruitless_starts + 1
+        failure: dict[str, Any] = {}
+        with suppress(UserError):
+            failure = read_settings(self._failure_file)
+        has_progress = self._costs.end_start(self._restarts)
+        self._num_fruitless = 0 if has_progress else self._num_fruitless + 1
         if code in (0, 2, _STOPPED) or failure.get("final"):
             return code
-        if self._process.stop_requested:
-            return code if has_progress else _STOPPED  # the same command starts again, and nothing is lost
-        if self._launcher.is_ending():
-            return _STOPPED
-        what = f"{_describe(failure, code)}, after step {self._costs.step}"
-        if self._fruitless_starts == _MAX_FRUITLESS:
-            _print(f"{what}. {_MAX_FRUITLESS} starts in a row ended before their first step: not started again")
-            return code
+        if (self._signaled_at and not has_progress) or job_is_ending():
+            return _STOPPED  # nothing is lost
         before, self._last_failure = self._last_failure, (failure["error"], self._costs.step) if failure else None
-        if failure and self._last_failure == before:
-            _print(f"{what}. The same failure at the same step twice: not started again")
+        reasons = {
+            f"{_MAX_FRUITLESS} starts in a row ended before their first step": self._num_fruitless == _MAX_FRUITLESS,
+            "the same failure at the same step twice": before is not None and before == self._last_failure,
+            f"--max-restarts {self._max_restarts}": self._restarts == self._max_restarts,
+            "interrupted": bool(self._signaled_at),
+        }
+        who = f"rank {failure['rank']} on {failure['host']} failed ({failure['error']})" if failure else ""
+        what = f"{who or f'the ranks ended with exit code {code}'}, after step {self._costs.step}"
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            _print(f"{what}. Not started again: {reason}")
             return code
-        if self._restarts == self._limits.max_restarts:
-            _print(f"{what}. Not started again: --max-restarts {self._restarts}")
-            return code
-        self._costs.begin_probing()
-        out = self._drop_hosts(failure)
-        if self._process.stop_requested:
+        began = time.monotonic()
+        what += self._drop_hosts(failure["host"] if failure else "")
+        if self._signaled_at:
             return _STOPPED
-        ranks = sum(host.ranks for host in place_ranks(self._hosts, self._limits.ranks))
-        left = f"{what}{out}. {len(self._hosts)} of {len(self._launcher.hosts)} hosts left, with {ranks} ranks"
-        if ranks < self._limits.min_ranks:
-            _print(f"{left}: not started again: --min-ranks {self._limits.min_ranks}")
+        ranks = sum(host.ranks for host in place_ranks(self._hosts, self._ranks))
+        if ranks < self._min_ranks:
+            _print(f"{what}. Not started again: --min-ranks {self._min_ranks}, but the hosts have {ranks}")
             return _STOPPED if is_slurm() else code  # the batch script requeues its job
         self._restarts += 1
-        self._costs.restarts += 1
-        _print(f"{left}: restart {self._restarts} of at most {self._limits.max_restarts}")
+        probing_s = time.monotonic() - began
+        _print(f"{what}. Restart {self._restarts} of at most {self._max_restarts}, ranks: {ranks}")
         self._rescue()
+        self._costs.count_restart(probing_s, time.monotonic() - began - probing_s)
         return None
 
     def _rescue(self) -> None:
         """Make a checkpoint from the copies in the memory of the hosts that are left, if they have any."""
         if self._commands.rescue is None or not self._costs.has_opened:
             return
-        self._costs.enter("rescuing")
         ends = run_on_hosts(self._launcher, self._hosts, self._commands.rescue, _RESCUE_S)
         lines = [(end.returncode, end.stdout.strip() or end.stderr.strip()) for end in ends if end]
         # One of the hosts finds that all have copied their pieces: its exit code is 0.
         _print(min(lines, default=(1, f"no host rescued a step within {_RESCUE_S:.0f} s"))[1])
 
-    def _drop_hosts(self, failure: Mapping[str, Any]) -> str:
+    def _drop_hosts(self, named: str) -> str:
         """Drop hosts that do not answer or that failures name, and describe them."""
-        named = str(failure.get("host", ""))
-        for host in self._hosts:
-            self._strikes[host.name] += bool(named) and is_same_host(host.name, named)
-        good = [host for host in self._hosts if self._strikes[host.name] < _STRIKES]
-        left = answering(self._launcher, good)
-        dropped = {"does not answer": set(good) - set(left), f"failed {_STRIKES} times": set(self._hosts) - set(good)}
-        self._hosts = left
-        return "".join(f"; {host.name} {why}" for why, hosts in dropped.items() for host in sorted(hosts))
-
-    def _read_failure(self) -> dict[str, Any]:
-        with suppress(UserError):
-            return read_settings(self._failure_file)
-        return {}
-
-
-def _describe(failure: Mapping[str, Any], code: int) -> str:
-    if not failure:
-        return f"the ranks ended with exit code {code}"
-    return f"rank {failure.get('rank')} on {failure.get('host')} failed ({failure.get('error')})"
+        self._strikes.update(host.name for host in self._hosts if named and is_same_host(host.name, named))
+        left = answering(self._launcher, [host for host in self._hosts if self._strikes[host.name] < _STRIKES])
+        dropped, self._hosts = [host.name for host in self._hosts if host not in left], left
+        why = {True: f"failed {_STRIKES} times", False: "does not answer"}
+        return "".join(f"; {name} {why[self._strikes[name] == _STRIKES]}" for name in dropped)
 
 
 def _print(line: str) -> None:

@@ -12,20 +12,25 @@ import time
 import pytest
 
 from odc_mpi.cli import main as cli
-from odc_mpi.observe.metrics import last_step
-from odc_mpi.supervisor import process, supervisor
+from odc_mpi.observe.metrics import read_run_metrics
+from odc_mpi.supervisor import supervisor
 from odc_mpi.supervisor.launchers import Host, Mpiexec, is_same_host, place_ranks
-from odc_mpi.supervisor.supervisor import Commands, Limits, Supervisor
+from odc_mpi.supervisor.supervisor import Commands, Supervisor
 from odc_mpi.training.rundir.run_dir_lock import is_held
 
 #: A rank of a pretended run, whose checkpoints are of steps 0, 10, 20: `run(3)` opens the directory, and takes 3 steps.
 RANK = """
 import json, os, sys, time
+from datetime import datetime
 from pathlib import Path
 directory, start = Path(sys.argv[1]), int(sys.argv[2])
 def run(steps, checkpoint=0):
     (directory / "owner.json").write_text(json.dumps({"step": checkpoint, "time_ns": time.time_ns()}))
-    lines = [json.dumps({"step": step}) + "\\n" for step in range(1, checkpoint + steps + 1)]
+    line = {"step_s": 0.1, "skipped": False, "time": datetime.now().astimezone().isoformat()}
+    path = directory / "metrics.jsonl"
+    old = path.read_text().splitlines()[:checkpoint] if checkpoint else []
+    lines = [json.dumps({"step": step, **line}) for step in range(len(old) + 1, checkpoint + steps + 1)]
+    lines = [f"{text}\\n" for text in (*old, *lines)]
     (directory / "metrics.jsonl").write_text("".join(lines))
 def fail(host="h1", **more):
     record = {"rank": 1, "host": host, "activity": "", "error": "broken", **more}
@@ -41,7 +46,7 @@ class Launcher:
     """Counts starts; hosts in `dead` do not answer."""
 
     def __init__(self, hosts, directory, dead=()):
-        self.hosts, self.directory, self.dead, self.starts, self.ending = hosts, directory, dead, [], False
+        self.hosts, self.directory, self.dead, self.starts = hosts, directory, dead, []
 
     def command(self, hosts):
         self.starts.append([host.name for host in hosts])
@@ -51,9 +56,6 @@ class Launcher:
         if command != ("true",):
             return [word.format(host=host.name) for word in command]
         return [sys.executable, "-c", f"raise SystemExit({host.name in self.dead})"]
-
-    def is_ending(self):
-        return self.ending
 
 
 @pytest.fixture
@@ -75,11 +77,14 @@ def supervise(tmp_path, monkeypatch):
                 path = paths[min(len(launcher.starts), len(paths)) - 1]
                 return iter([sys.executable, str(path), str(tmp_path / "run"), str(len(launcher.starts))])
 
-        limits = Limits(ranks, min_ranks, max_restarts)
-        commands = Commands(Numbered(), Numbered(), rescue)
-        return Supervisor(launcher, commands, tmp_path / "run", limits).run(), launcher
+        commands, limits = Commands(Numbered(), Numbered(), rescue), (ranks, min_ranks, max_restarts)
+        return Supervisor(launcher, commands, tmp_path / "run", *limits).run(), launcher
 
     return run
+
+
+def last_step(run_dir):
+    return max((line["step"] for line in read_run_metrics(run_dir, 99)), default=0)
 
 
 def summary(tmp_path):
@@ -116,7 +121,7 @@ TRAIN = ["train", "--model.path", "m", "--data.path", "d"]
 def test_what_ends_a_run_and_what_starts_it_again(
     supervise, tmp_path, monkeypatch, capfd, programs, code, starts, words
 ):
-    monkeypatch.setattr(process, "_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "_GRACE_S", 0.3)
     found, launcher = supervise(*programs)
     output = capfd.readouterr().err
     assert (found, len(launcher.starts)) == (code, starts), output
@@ -130,9 +135,9 @@ def test_copies_in_memory_are_rescued_on_each_host_that_is_left(supervise, tmp_p
     program += "print('rescued step 7' if done else 'no step rescued'); sys.exit(0 if done else 3)"
     rescue = [sys.executable, "-c", program.format(path=tmp_path)]
     code, _ = supervise("exit(1)", "run(3); exit(1)", "run(4); exit(1)", DONE, dead=["h3"], rescue=rescue)
-    assert code == 0 and summary(tmp_path)["lost_s"]["rescuing"] > 0
+    assert code == 0 and summary(tmp_path)["lost_rescuing_s"] > 0
     assert {path.name: path.read_text() for path in tmp_path.glob("h?")} == {"h1": "xx", "h2": "xx"}
-    lines = [line for line in capfd.readouterr().err.splitlines() if "rescued" in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "rescued step" in line]
     assert lines == ["odc-mpi: rescued step 7"] * 2
 
 
@@ -141,7 +146,8 @@ def test_hosts_that_do_not_answer_or_fail_twice_stay_out(supervise, capfd):
     code, launcher = supervise(failing, failing, "run(3); exit(1)", DONE, dead=["h3"])
     assert (code, launcher.starts) == (0, [["h1", "h2", "h3"], ["h1", "h2"], ["h1"], ["h1"]])
     lines = capfd.readouterr().err
-    assert "; h3 does not answer. 2 of 3 hosts left, with 4 ranks" in lines and "; h2 failed 2 times. 1 of 3" in lines
+    assert "; h3 does not answer. Restart 1 of at most 9, ranks: 4\n" in lines
+    assert "; h2 failed 2 times. Restart 2 of at most 9, ranks: 2\n" in lines
 
 
 def test_a_spare_host_replaces_a_lost_one(supervise):
@@ -153,19 +159,20 @@ def test_a_spare_host_replaces_a_lost_one(supervise):
 def test_too_few_hosts_end_the_run_and_requeue_a_job(supervise, monkeypatch, capfd, in_slurm, code):
     if in_slurm:
         monkeypatch.setenv("SLURM_JOB_NODELIST", "h1")
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
     found, launcher = supervise("run(3); exit(1)", min_ranks=5, dead=["h3"])
     assert (found, len(launcher.starts)) == (code, 1)
-    assert "2 of 3 hosts left, with 4 ranks: not started again: --min-ranks 5" in capfd.readouterr().err
+    assert "; h3 does not answer. Not started again: --min-ranks 5, but the hosts have 4" in capfd.readouterr().err
 
 
 def test_costs_are_in_the_summary_also_those_under_an_earlier_supervisor(supervise, tmp_path, capfd):
     again = "time.sleep(0.3); run(2, 10); time.sleep(0.3); run(8, 10); time.sleep(0.3); exit(75)"
     supervise("run(17); exit(1)", "time.sleep(0.3); run(5, 10); exit(1)", again)
-    assert "2 restarts cost" in capfd.readouterr().err
+    assert "odc-mpi: restarts 2, lost_steps 12, lost_noticing_s " in capfd.readouterr().err
     supervise("run(1, 18); close()")
     found = summary(tmp_path)
     assert (found["steps"], found["restarts"], found["lost_steps"]) == (9, 2, 7 + 5)
-    assert found["lost_s"]["starting"] >= 0.6 and found["lost_s"]["redoing"] >= 0.3
+    assert found["lost_starting_s"] >= 0.6 and found["lost_redoing_s"] >= 0.3 and found["lost_noticing_s"] < 2
     (tmp_path / "run" / "restarts.json").unlink()  # as a run from scratch, which moves it away
     supervise(DONE)
     assert summary(tmp_path)["restarts"] == 0
@@ -198,7 +205,7 @@ def test_a_signal_reaches_the_launcher_as_the_one_that_saves(supervise, tmp_path
 
 
 def test_a_second_ctrl_c_ends_at_once(supervise, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(process, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(supervisor, "_REPEAT_S", 0.1)
     signal_when(lambda: last_step(tmp_path / "run") == 3, signal.SIGINT, signal.SIGINT, every_s=0.3)
     code, launcher = supervise(WAITS.format(on_signal=""))
     assert (code, len(launcher.starts)) == (128 + signal.SIGTERM, 1)
@@ -215,7 +222,7 @@ def test_a_signal_between_starts_or_before_the_first_step_loses_nothing(supervis
 
 
 def test_a_job_that_its_scheduler_ends_is_not_started_again(supervise, monkeypatch):
-    monkeypatch.setattr(Launcher, "is_ending", lambda _: True)
+    monkeypatch.setattr(supervisor, "job_is_ending", lambda: True)
     code, launcher = supervise("run(3); exit(143)")
     assert (code, len(launcher.starts)) == (75, 1)
 

@@ -6,7 +6,6 @@ or is killed. (File locks can hang on network file systems.) On another host, th
 owner.json, where the first run finds the second and stops saving.
 """
 
-import errno
 import json
 import os
 import socket
@@ -37,10 +36,10 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
     The constructor waits at most `LOCK_TIMEOUT_S` seconds, or `timeout_s / 2` if that is less, because the other ranks
     give up after `timeout_s`. Raises `UserError` if another run on this host holds the lock, or if the directory cannot
-    be written to. `step` is the step at which the run begins, for the supervisor of `odc-mpi run`.
+    be written to. `step` is the step at which a run begins, for `odc_mpi.supervisor`, or -1 if no run begins.
     """
 
-    def __init__(self, run_dir: Path, timeout_s: float, step: int = 0) -> None:
+    def __init__(self, run_dir: Path, timeout_s: float, step: int = -1) -> None:
         self._path, host = run_dir / LOCK_FILE, socket.gethostname()
         self._record = {"host": host, "pid": os.getpid(), "time_ns": time.time_ns(), "step": step, **slurm_job()}
         with convert_write_errors(run_dir), ExitStack() as stack:
@@ -83,14 +82,12 @@ def wait_until_free(run_dir: Path, patience_s: float = LOCK_TIMEOUT_S) -> None:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock on a directory. A run on another host still holds it after being killed.
+    """Return True if a run, or its supervisor between two starts, holds the lock on a directory.
 
-    Between the starts of a supervised run, its supervisor on this host counts as the run.
+    A run on another host still holds it after being killed.
     """
-    record = read_owner(run_dir)
-    if record.get("host") == socket.gethostname() or _is_bound(run_dir, _SUPERVISOR):
-        return _is_bound(run_dir) or _is_bound(run_dir, _SUPERVISOR)
-    return bool(record)
+    other_host = read_owner(run_dir).get("host", socket.gethostname()) != socket.gethostname()
+    return other_host or _is_bound(run_dir) or _is_bound(run_dir, _SUPERVISOR)
 
 
 def lock_supervised(run_dir: Path) -> socket.socket:
@@ -98,18 +95,15 @@ def lock_supervised(run_dir: Path) -> socket.socket:
 
     Raises `UserError` if another supervisor holds it, or if the directory cannot be created.
     """
-    with convert_write_errors(run_dir), ExitStack() as stack:
+    with convert_write_errors(run_dir):
         make_directory(run_dir)
-        lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        try:
-            lock.bind(_socket_name(run_dir, _SUPERVISOR))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise UserError(
-                f"run.dir: {run_dir} is in use by another odc-mpi run: choose another run.dir, or end that command"
-            ) from None
-        stack.pop_all()
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        lock.bind(_socket_name(run_dir, _SUPERVISOR))
+    except OSError:
+        lock.close()
+        message = f"run.dir: {run_dir} is in use by another odc-mpi run: choose another run.dir, or end that command"
+        raise UserError(message) from None
     return lock
 
 
