@@ -12,6 +12,7 @@ import time
 import pytest
 
 from odc_mpi.cli import main as cli
+from odc_mpi.cli import run
 from odc_mpi.observe.metrics import read_run_metrics
 from odc_mpi.supervisor import supervisor
 from odc_mpi.supervisor.launchers import Host, Mpiexec, is_same_host, place_ranks
@@ -65,7 +66,7 @@ def supervise(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def run(*programs, hosts=("h1", "h2", "h3"), ranks=6, min_ranks=1, max_restarts=9, dead=(), rescue=None):
+    def supervised(*programs, hosts=("h1", "h2", "h3"), ranks=6, min_ranks=1, max_restarts=9, dead=(), rescue=None):
         launcher = Launcher([Host(name, 2) for name in hosts], tmp_path, dead)
         paths = []
         for number, program in enumerate(programs):
@@ -75,12 +76,12 @@ def supervise(tmp_path, monkeypatch):
         class Numbered(list):
             def __iter__(self):
                 path = paths[min(len(launcher.starts), len(paths)) - 1]
-                return iter([sys.executable, str(path), str(tmp_path / "run"), str(len(launcher.starts))])
+                return iter([sys.executable, str(path), str(tmp_path / "run"), str(len(launcher.starts)), *self[:]])
 
-        commands, limits = Commands(Numbered(), Numbered(), rescue), (ranks, min_ranks, max_restarts)
+        commands, limits = Commands(Numbered(), Numbered(["resumed"]), rescue), (ranks, min_ranks, max_restarts)
         return Supervisor(launcher, commands, tmp_path / "run", *limits).run(), launcher
 
-    return run
+    return supervised
 
 
 def last_step(run_dir):
@@ -148,6 +149,15 @@ def test_hosts_that_do_not_answer_or_fail_twice_stay_out(supervise, capfd):
     lines = capfd.readouterr().err
     assert "; h3 does not answer. Restart 1 of at most 9, ranks: 4\n" in lines
     assert "; h2 failed 2 times. Restart 2 of at most 9, ranks: 2\n" in lines
+
+
+def test_never_resuming_is_for_starts_before_the_run_has_begun(supervise, tmp_path):
+    arguments = f"Path({str(tmp_path / 'arguments')!r}).open('a').write(' '.join(sys.argv[2:]) + '; ')"
+    code, _ = supervise(f"{arguments}; exit(1)", f"{arguments}; run(1); exit(1)", f"{arguments}; {DONE}")
+    assert code == 0 and (tmp_path / "arguments").read_text() == "1; 2; 3 resumed; "
+    words = [*TRAIN, "--run.resume", "never"]
+    _, (first, resumed) = run._commands(["program", *words])
+    assert first == ["program", *words] and resumed == [*first, "--run.resume", "auto"]
 
 
 def test_a_spare_host_replaces_a_lost_one(supervise):
