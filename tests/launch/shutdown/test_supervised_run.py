@@ -16,12 +16,15 @@ from small_run import last_step, losses
 #: Kills in ordinary tests; more by hand, as in ODC_MPI_KILLS=20.
 KILLS = int(os.environ.get("ODC_MPI_KILLS", "2"))
 EVERY = 5
+#: For each wait, in seconds: a start on a busy machine takes most of it.
+LIMIT_S = 200
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 EXACT = ("--run.exact", "true", *CONSTANT, "--run.checkpoint_every", EVERY)
 
 
 def supervise(config, ranks, *arguments, options=(), program=(), **env):
     training = (*program, "train", "--config", config, *arguments)
-    return start(0, "-m", "odc_mpi", "run", "--ranks", ranks, *options, "--", *training, **env)
+    return start(0, "-m", "odc_mpi", "run", "--ranks", ranks, *options, "--", *training, timeout_s=LIMIT_S, **env)
 
 
 def kill_and_time(job, run_dir, ranks):
@@ -39,7 +42,7 @@ def summary(run_dir):
 
 
 @pytest.mark.library
-@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.timeout(2 * LIMIT_S + 60 * KILLS)
 def test_a_killed_run_has_the_parameters_of_an_undisturbed_one(config, tmp_path):
     run_dir, seconds = tmp_path / "run", []
     for turn, ranks in enumerate((3, 2, 3)[: max(2, KILLS)]):
