@@ -155,9 +155,10 @@ def test_never_resuming_is_for_starts_before_the_run_has_begun(supervise, tmp_pa
     arguments = f"Path({str(tmp_path / 'arguments')!r}).open('a').write(' '.join(sys.argv[2:]) + '; ')"
     code, _ = supervise(f"{arguments}; exit(1)", f"{arguments}; run(1); exit(1)", f"{arguments}; {DONE}")
     assert code == 0 and (tmp_path / "arguments").read_text() == "1; 2; 3 resumed; "
-    words = [*TRAIN, "--run.resume", "never"]
-    _, (first, resumed) = run._commands(["program", *words])
+    words = [*TRAIN, "--run.resume", "never", "--run.memory_every", "1", "--run.dir", "/r"]
+    _, (first, resumed, rescue) = run._commands(["program", *words])
     assert first == ["program", *words] and resumed == [*first, "--run.resume", "auto"]
+    assert rescue == ["program", "checkpoint", "rescue", "/r"]
 
 
 def test_a_spare_host_replaces_a_lost_one(supervise):

@@ -40,7 +40,7 @@ class RescuedRun(CrashedRun):
         assert list(self.memory.iterdir()) == []
 
 
-@pytest.mark.timeout(120 + 40 * KILLS)
+@pytest.mark.timeout(240 + 60 * KILLS)
 def test_kills_cost_two_intervals_and_change_nothing(config):
     """On changing numbers of ranks, which are killed during a step, a copy, or the start."""
     run = RescuedRun(config)
@@ -60,7 +60,7 @@ def test_kills_cost_two_intervals_and_change_nothing(config):
     assert json.loads((run.directory / "summary.json").read_text())["memory_copies"] > 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_supervised_run_goes_on_from_the_copies_of_a_killed_rank(config, tmp_path):
     (tmp_path / "memory").mkdir()
     memory = ("--run.memory_every", 1, "--run.memory_dir", tmp_path / "memory")
@@ -76,7 +76,7 @@ def test_a_supervised_run_goes_on_from_the_copies_of_a_killed_rank(config, tmp_p
     assert summary["restarts"] == 1 and summary["lost_steps"] <= 2 and list((tmp_path / "memory").iterdir()) == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_run_that_is_stopped_or_alive(config):
     """While it is alive it cannot be rescued; afterwards nothing is left in memory."""
     run = RescuedRun(config)
