@@ -169,8 +169,9 @@ test-library: $(READY)
 	$(MAKE) test-shutdown test-slurm test-hosts MARKS=library
 	$(MAKE) test-mpi
 
+# One thread for each process: with two, the threads of busy processes wait for each other.
 test-serial: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
+	OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
 	    --ignore tests/launch --ignore tests/real --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
 test-launch: test-commands test-shutdown
