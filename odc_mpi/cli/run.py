@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the training to its end, and return its exit code."""
-    from odc_mpi.supervisor.launchers import Host, Mpiexec, Srun, is_slurm
+    from odc_mpi.supervisor.launchers import Host, Mpiexec, Srun, answering, is_slurm
     from odc_mpi.supervisor.supervisor import Supervisor
 
     if is_launched():
@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name, least, most in (("ranks", ranks, available), ("min-ranks", arguments.min_ranks, ranks)):
         if least > most:
             raise UserError(f"--{name}: expected at most {most}, the number of available ranks, got {least}")
+    if arguments.hosts and (lost := set(hosts) - set(answering(launcher, hosts))):
+        names = ", ".join(sorted(host.name for host in lost))
+        raise UserError(f"--hosts: expected hosts that run `true` within 5 s, got no answer from {names}")
     return Supervisor(launcher, commands, run_dir, ranks, arguments.min_ranks, arguments.max_restarts).run()
 
 

@@ -16,6 +16,7 @@ from odc_mpi.training.context import RunContext
 from odc_mpi.training.exact import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.islands.apart import train_apart
 from odc_mpi.training.run import Run, decide, prepare_inputs
+from odc_mpi.training.rundir.memory_tier import remove_leftovers
 from odc_mpi.training.rundir.resume import find_resume_point, report_already_complete
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.start.resolved_settings import resolve_settings
@@ -60,6 +61,7 @@ def train(
         if context.resume_point and context.resume_point.step >= context.config.run.steps:
             if islands:
                 islands.close()
+            remove_leftovers(context.config.run, world)  # of a start that was killed after its last checkpoint
             return report_already_complete(context.resume_point, context.config, world)
         context.start_times.end("inputs")
         context.decision = decide(context.config, world, context.inputs.model)

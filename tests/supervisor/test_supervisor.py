@@ -296,6 +296,7 @@ def test_hosts_on_the_command_line_of_both_libraries(tmp_path, monkeypatch, vers
         (["--hosts", "a:2,b", "--", *TRAIN], "--hosts: expected the ranks of each host"),
         (["--hosts", "a,b", "--ranks", "3", "--", *TRAIN], "--ranks as a multiple of 2"),
         (["--hosts", "a:2", "--ranks", "3", "--", *TRAIN], "--ranks: expected at most 2"),
+        (["--hosts", "b.invalid,a.invalid", "--", *TRAIN], "got no answer from a.invalid, b.invalid"),
         (["--", *TRAIN, "--dry-run"], "without odc-mpi run"),
         (["--", *TRAIN, "--run.steps", "many"], "run.steps"),
         (["--", "train", "--config", "/dev/stdin"], "expected a regular file"),
