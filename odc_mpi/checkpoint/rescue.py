@@ -55,9 +55,9 @@ _Pieces: TypeAlias = dict[int, list[tuple[Piece, Path]]]
 def rescue(run_dir: Path, memory_dir: Path) -> Rescue:
     """Make a checkpoint in `run_dir` from the newest state in memory of which all pieces are intact, and free memory.
 
-    No process of the run may be alive. Makes none if the newest checkpoint on disk is as new, or if pieces are missing
-    that no host has copied to the run directory yet. Raises `OSError`, and keeps what is in memory, if the run
-    directory cannot be written.
+    No process of the run may be alive. Call this on each host: pieces of this host are copied to the run directory, and
+    the call that finds all pieces there makes the checkpoint. No call does if that on disk is as new or newer. Does not
+    wait for other hosts. Raises `OSError`, and keeps what is in memory, if the run directory cannot be written.
     """
     checkpoints, rescued = run_dir / CHECKPOINTS, None
     generations = _find(checkpoints, memory_dir, run_dir)

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name}: expected at most {most}, the number of available ranks, got {least}")
     if arguments.hosts and (lost := set(hosts) - set(answering(launcher, hosts))):
         names = ", ".join(sorted(host.name for host in lost))
-        raise UserError(f"--hosts: expected hosts that run `true` within 5 s, got no answer from {names}")
+        raise UserError(f"--hosts: expected hosts on which ssh runs `true` within 5 s, got no answer from {names}")
     return Supervisor(launcher, commands, run_dir, ranks, arguments.min_ranks, arguments.max_restarts).run()
 
 

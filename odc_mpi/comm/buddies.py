@@ -50,8 +50,9 @@ class Buddies:
     def exchange(self, files: Sequence[Path | None], copies: Mapping[int, Sequence[Path]]) -> None:
         """Send this rank's files to its buddy, and write those of `sources` to the paths `copies`.
 
-        All ranks call this for as many files; None stands for a file that is missing. Its copy and the following ones
-        are not written. Neither are those of a source after an `OSError`, which is raised when all have been sent.
+        All ranks call this with equally many files, and wait for their buddies. None stands for a missing file: its
+        copy and those after it are not written. After an `OSError` in writing, further copies of that source are not
+        written either; the error is raised when all files have been sent.
         """
         self._prepare()
         errors: dict[int, OSError] = {}

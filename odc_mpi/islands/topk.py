@@ -4,10 +4,11 @@
     k times 12 bits ascending indices of the k elements of a block that are largest in magnitude
     k times 2 bits  a sign, and which of the two magnitudes
 
-Blocks have 4,096 elements of this rank's part of a fragment, the last one fewer, and k is a share of them. Unlike those
-of other encodings, blocks and thus results depend on the number of ranks of an island. Elements that are not sent must
-not be lost: with error feedback they are added to the next difference, as in DCT (arXiv 2010.08899), so that each is
-sent once it has grown. A block with an infinity or a NaN is decoded as infinities or NaN.
+Blocks have 4,096 elements of this rank's part of a fragment, the last one may have fewer, and k is a share of them, the
+setting `islands.topk`. Unlike those of other encodings, blocks and thus results depend on the number of ranks of an
+island. Elements that are not sent must not be lost: error feedback, which is required, adds them to the next one,
+as DCT does (arXiv 2010.08899), so that each is sent once it has grown. A block with an infinity or a NaN is decoded as
+one with infinities or NaN.
 """
 
 import math

@@ -22,11 +22,11 @@ from odc_mpi.shard.model import ShardedModel
 
 
 class PushWatch(Callback):
-    """Warns of a rank whose gradients deviate from its usual ones, by rank, host and unit. Never ends the run.
+    """Warns of a rank whose gradients are far larger than its usual ones, by rank, host and unit. Never ends the run.
 
     Gradients that are not finite skip the step, and `training.nonfinite` reports their rank.
 
-    Its `local_values` complete this rank's pushes, so those of later callbacks may not run the model. A resumed run
+    Its `local_values` complete this rank's pushes, so those of later callbacks must not run the model. A resumed run
     starts with new averages, and compares from the 11th minibatch on.
 
     Args:

@@ -203,7 +203,8 @@ class ShardedModel:
         """Push the gradients that are left, and return for each unit a bound on the sum of what this rank pushed.
 
         One-sided. Call it in a minibatch after the last backward pass. The values are keyed by the names of the units
-        that got a gradient on this rank, in the order of `units`: their largest element times the number of pushes.
+        that got a gradient on this rank, in the order of `units`: the largest magnitude of a gradient element, times
+        the number of pushes.
         """
         self._complete_communication()
         bounds = self.gradient_format.bounds()

@@ -106,7 +106,7 @@ def answering(launcher: Mpiexec | Srun, hosts: Sequence[Host]) -> list[Host]:
 def run_on_hosts(
     launcher: Mpiexec | Srun, hosts: Sequence[Host], command: Sequence[str], timeout_s: float
 ) -> list[subprocess.CompletedProcess[str] | None]:
-    """Run a program on all hosts at once, and return its ends, or None where it has not begun or ended in time."""
+    """Run a program on all hosts at once. Return its exit codes and outputs, or None where it did not end in time."""
 
     def run(host: Host) -> subprocess.CompletedProcess[str] | None:
         try:

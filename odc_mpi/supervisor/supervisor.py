@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Commands(NamedTuple):
-    """Commands of a rank before and after a start has opened the run directory, and the one that rescues copies.
+    """Command lines: of ranks until a start has opened the run directory, of ranks of later starts, and of a rescue.
 
     `rescue` runs on each host before the ranks start again. It is None without copies in memory (`run.memory_every`).
     """
@@ -62,10 +62,13 @@ class Commands(NamedTuple):
 
 
 class Supervisor:
-    """Runs ranks under a launcher. Construction locks `run_dir`; `run` releases it. Main thread only.
+    """Runs ranks under a launcher, and starts them again. Construction locks `run_dir`; `run` releases it.
 
-    The first signal asks the ranks to save and end: by SIGUSR1, which all launchers forward. A later SIGTERM or Ctrl-C
-    ends the launcher. Raises `UserError` if another supervisor has locked the directory, or if it cannot be created.
+    Main thread only.
+
+    The first signal is passed on as SIGUSR1, which all launchers forward: the ranks save and end. A later SIGTERM or
+    Ctrl-C ends the launcher. Raises `UserError` if another supervisor has locked `run_dir`, or if `run_dir` cannot be
+    created.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def _check_outer(values: Mapping[str, Any], source: str) -> None:
         )
     if by_name["wire"] == "topk" and not by_name["error_feedback"]:
         raise UserError(
-            f"{source}: islands.error_feedback: expected true with islands.wire topk, which sends a part only"
+            f"{source}: islands.error_feedback: expected true with islands.wire topk, which sends only a part"
         )
     if by_name["sync_when"] == "change":
         for name, expected in (("fragments", 1), ("delay", 0)):
