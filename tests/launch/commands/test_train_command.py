@@ -21,7 +21,7 @@ SUMMARY = {
 }
 LINE = {
     *("step", "loss", "mean_token_accuracy", "entropy", "grad_norm", "learning_rate", "step_s", "tokens_per_s"),
-    *("num_tokens", "num_input_tokens"),
+    *("num_tokens", "num_input_tokens", "push_deviation"),
     *("idle_fraction", "microbatches_min", "microbatches_max", "slowest_rank", "skipped"),
     *("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s"),
     *("time", "epoch", "tokens_per_s_per_rank", "peak_host_bytes"),
