@@ -27,6 +27,8 @@ SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=1 --cpu-bind=cores --mem-bind=
 TWO_NODES = ["--nodes=2"]
 #: Partitions of a node whose jobs are put into the queue again for a job of the partition `high`.
 PREEMPTED = ("grace", "nograce")
+#: Steps of preempted runs: more than they take until both have begun, and Slurm has looked at the job that preempts.
+MANY = 400
 NEVER = ("--run.resume", "never")
 
 
@@ -53,7 +55,8 @@ def jobs_of_any_library(place, others):
     sweep = place.train("sweep", options=["--array=0-1"])
     stopped = place.train("train", "--run.dir", "stopped", options=TWO_NODES)
     preempted = {
-        name: place.train("train", "--run.dir", name, *NEVER, options=[f"--partition={name}"]) for name in PREEMPTED
+        name: place.train("train", "--run.dir", name, "--run.steps", MANY, *NEVER, options=[f"--partition={name}"])
+        for name in PREEMPTED
     }
     return {
         **preempted,
@@ -224,8 +227,8 @@ def test_preempted_jobs_save_once_and_continue(place, jobs):
     for name in PREEMPTED:
         output = place.finish(jobs[name])
         (after,) = map(int, re.findall(r"stopped on request after step (\d+); checkpoint saved", output))
-        assert f"resuming from step {after}:" in output and 10 <= after < STEPS
-        assert place.summary(name)["slurm_restarts"] == 1 and len(place.losses(name)) == STEPS
+        assert f"resuming from step {after}:" in output and 10 <= after < MANY
+        assert place.summary(name)["slurm_restarts"] == 1 and len(place.losses(name)) == MANY
         assert not list((place.path / name).glob("earlier-*"))
 
 
