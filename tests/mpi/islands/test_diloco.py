@@ -100,7 +100,7 @@ def test_islands_that_send_a_part_of_their_differences_train_nearly_as_well(worl
                 sum(step["loss"] for step in steps[-5:]) / 5,
                 sum(step["bytes_between_islands"] for step in steps),
             )
-    assert steps[0]["loss"] - last["topk"][0] > 0.5 * (steps[0]["loss"] - last["float32"][0]) > 0.5
+    assert steps[0]["loss"] - last["topk"][0] > 0.5 * (steps[0]["loss"] - last["float32"][0]) > 0.3
     assert last["float32"][1] / last["topk"][1] > 60
 
 
