@@ -71,7 +71,7 @@ class Costs:
         return self.step > began_at
 
     def count_restart(self, probing_s: float, rescuing_s: float) -> None:
-        """Count a restart, after `end_start`, a probe of the hosts and a rescue that took so many seconds."""
+        """Count a restart, and the seconds for probing hosts and for rescuing copies. Call this after `end_start`."""
         self.entries["restarts"] += 1
         self._add("noticing", time.time() - self._last_sign - probing_s - rescuing_s)
         self._add("probing", probing_s)

@@ -254,6 +254,20 @@ def test_ranks_get_the_arguments_and_the_environment_of_the_script(place):
     assert place.calls("odc-mpi")[-1] == "run --ranks 12 -- odc-mpi train"
 
 
+@pytest.mark.parametrize(("left", "code"), [("2", 7), ("1", 75)])
+def test_without_a_program_outside_of_the_container_ranks_start_once(place, left, code):
+    """A job that has lost a node is requeued."""
+    (place.path / "odc-mpi").unlink()
+    script = TRAIN.replace("\ncontainer=()", "\ncontainer=(apptainer exec IMAGE)")
+    path = f"{place.path}:/usr/bin:/bin"
+    assert place.run(script, "--run.steps", "3", PATH=path, srun="exit 7", squeue=f"echo {left}")[0] == code
+    (call,) = place.calls("srun")
+    assert call.startswith("--nodes=2 --ntasks=2 ") and call.endswith(
+        " apptainer exec IMAGE odc-mpi train --run.steps 3"
+    )
+    assert ("requeue 12" in place.calls("scontrol")) == (code == 75)
+
+
 def test_a_number_without_settings_does_not_train(place):
     code, output = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
     assert code != 0 and "there is no line of settings for index 3" in output
