@@ -138,16 +138,16 @@ def test_bos_and_eos_are_not_added_to_texts_that_have_them():
 
 def test_prompts_may_have_the_date_of_another_day():
     """Templates write `strftime_now`, such as Llama 3.1's, which transformers' `apply_chat_template` sets to today."""
-    body = "{%- set day = strftime_now('%-d %m') %}\n{{ day }} {{ messages[0].content }}"
-    chat, today = Conversation("", [{"role": "user", "content": "7"}]), datetime.now().strftime("%-d %m")
+    body = "{%- set day = strftime_now('%-d %m %y') %}\n{{ day }} {{ messages[0].content }}"
+    chat, today = Conversation("", [{"role": "user", "content": "7"}]), datetime.now().strftime("%-d %m %y")
     for begin in ("", "\n\n", "  {% if true %} 9\n  {% endif %}\n", "{# %b #}"):
         for named in (False, True):
             found, template = number_words(end=60), begin + body
             found.chat_template = {"default": template, "tool_use": "{{ none }}"} if named else template
             of_today = ChatRenderer(found).render_prompt(chat)
             fix_time(found, "2024-12-01T23:59:59")
-            assert ChatRenderer(found).render_prompt(chat) == of_today.replace(f"{today} 7", "1 12 7") != of_today
-    assert found.decode(encode_prompts(found, [chat])[0]) == "1 12 7"
+            assert ChatRenderer(found).render_prompt(chat) == of_today.replace(f"{today} 7", "1 12 24 7") != of_today
+    assert found.decode(encode_prompts(found, [chat])[0]) == "1 12 24 7"
     fix_time(without := number_words(end=60), "2024-12-01T23:59:59")
     assert without.chat_template is None
 
