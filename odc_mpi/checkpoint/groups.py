@@ -4,12 +4,15 @@
     RUN/islands/K/checkpoints/step_S    of island K, which trained apart from the others
 
 The metadata of an island's checkpoint has the entry `islands`: the number of islands (`size`), the `index` of this one,
-and the number of the last `merge` of their models. The checkpoints of all islands after the same merge form a group.
+the number of the last `merge` of their models, and the `members` of that merge: all islands, unless a quorum left out
+some (`islands.quorum`). The checkpoints of the members after the same merge form a group. `clock` is the largest number
+of steps of an island that this merge or those before it contain, so it orders groups of islands at different steps.
 """
 
 from pathlib import Path
+from typing import Any
 
-from odc_mpi.checkpoint.manifest import CHECKPOINTS, MANIFEST, read_manifest, steps_in
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, MANIFEST, read_manifest, step_of, steps_in
 from odc_mpi.errors import UserError
 from odc_mpi.islands.run_dir import ISLANDS, island_directories
 
@@ -30,23 +33,25 @@ def checkpoint_directories(path: Path) -> list[Path]:
 def checkpoint_groups(path: Path) -> list[tuple[Path, ...]]:
     """Return the groups of checkpoints in `path`, oldest first.
 
-    A group is the directory of one checkpoint or, if islands train apart, of one checkpoint of each island, in order.
-    Checkpoints of islands are omitted if one is missing on another island. A checkpoint whose metadata cannot be read
-    is a group of its own. If `path` is a single checkpoint, returns only the group that contains it. For `path` and
-    errors, see `checkpoint_directories`.
+    A group is the directory of one checkpoint or, if islands train apart, of one checkpoint of each island that took
+    part in the merge, in order. Checkpoints of islands are omitted if one is missing on another of these islands.
+    A checkpoint whose metadata cannot be read is a group of its own. If `path` is a single checkpoint, returns only the
+    group that contains it. For `path` and errors, see `checkpoint_directories`.
     """
     if checkpoint_directories(path) == [path]:
         others = checkpoint_groups(path.absolute().parents[3]) if _islands_of(path) else []
         return [group for group in others if path.absolute() in group] or [(path,)]
     groups: dict[object, dict[int, Path]] = {}
     sizes: dict[object, int] = {}
+    clocks: dict[object, int] = {}
     for directory in checkpoint_directories(path):
         islands = _islands_of(directory)
         key = (islands["size"], islands["merge"]) if islands else directory
         groups.setdefault(key, {})[islands["index"] if islands else 0] = directory
-        sizes[key] = islands["size"] if islands else 1
-    complete = [tuple(group[i] for i in sorted(group)) for key, group in groups.items() if len(group) == sizes[key]]
-    return sorted(complete, key=lambda group: group[0].name)
+        sizes[key] = len(islands.get("members", range(islands["size"]))) if islands else 1
+        clocks[key] = max(clocks.get(key, 0), islands.get("clock", 0) if islands else 0, step_of(directory))
+    complete = [key for key, group in groups.items() if len(group) == sizes[key]]
+    return [tuple(groups[key][i] for i in sorted(groups[key])) for key in sorted(complete, key=lambda key: clocks[key])]
 
 
 def newest_directory(path: Path) -> Path:
@@ -59,7 +64,7 @@ def newest_directory(path: Path) -> Path:
     return (complete or groups)[-1][0]
 
 
-def _islands_of(directory: Path) -> dict[str, int] | None:
+def _islands_of(directory: Path) -> dict[str, Any] | None:
     """Return the entry `islands` of a checkpoint's metadata, or None if it is not readable or of a run without them."""
     if directory.absolute().parents[2].name != ISLANDS or not (directory / MANIFEST).exists():
         return None

@@ -136,11 +136,17 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(directory: Path) -> int:
+    """Return the step of a checkpoint's directory, or 0 if it has another name."""
+    match = _STEP.fullmatch(directory.name)
+    return int(match[1]) if match else 0
+
+
 def steps_in(directory: Path) -> dict[int, Path]:
     """Map the steps of the checkpoints in a directory to their paths, oldest first. Checkpoints may be incomplete."""
     if not directory.is_dir():
         return {}
-    by_step = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
+    by_step = {step_of(path): path for path in directory.iterdir() if _STEP.fullmatch(path.name)}
     return dict(sorted(by_step.items()))
 
 

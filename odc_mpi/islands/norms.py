@@ -67,24 +67,24 @@ class NormWatch:
         self._usual = [UsualNorm() for _ in range(num_fragments)]
         self._num_consecutive = [0] * num_islands
 
-    def check(self, fragment: int, norms: Sequence[float]) -> dict[int, float]:
+    def check(self, fragment: int, norms: Mapping[int, float]) -> dict[int, float]:
         """Return the islands to leave out, mapped to their norms as multiples of the mean (infinity if not finite).
 
         Args:
             fragment: Index of the fragment that is synchronized.
-            norms: For each island, the norm of the fragment's outer minus local parameters, per training step.
+            norms: For each island that takes part, the norm of the fragment's outer minus local parameters, per step.
 
         Raises:
             TrainingError: An island's contribution is left out for the third time in a row, regardless of the fragment.
         """
         usual = self._usual[fragment]
-        factors = dict(enumerate(map(usual.factor, norms)))
+        factors = {island: usual.factor(norm) for island, norm in norms.items()}
         left_out = {island: factor for island, factor in factors.items() if usual.is_exceeded(factor, self._limit)}
         if len(left_out) == len(norms):  # a change of training, not a fault of one island
             left_out = {island: factor for island, factor in left_out.items() if math.isinf(factor)}
-        if accepted := [norm for island, norm in enumerate(norms) if island not in left_out]:
+        if accepted := [norm for island, norm in norms.items() if island not in left_out]:
             usual.add(sum(accepted) / len(accepted))
-        for island in range(len(norms)):
+        for island in norms:
             self._num_consecutive[island] = self._num_consecutive[island] + 1 if island in left_out else 0
         for island, factor in left_out.items():
             if self._num_consecutive[island] >= _MAX_CONSECUTIVE:

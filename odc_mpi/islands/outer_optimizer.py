@@ -12,7 +12,7 @@ Each operation rounds on its own, and none adds a product, which some processors
 therefore compute bitwise identical outer parameters, whatever their processors and numbers of threads and ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ class OuterOptimizer:
         self.outer = [each.to(torch.float32, copy=True) for each in self._slices]
         self.velocities = [torch.zeros_like(each) for each in self.outer]
         self.residuals = [torch.zeros_like(each) for each in self.outer] if error_feedback else None
+        self._former_residual = torch.empty(0)
 
     def encode(self, index: int) -> torch.Tensor:
         """Return a fragment's encoded difference, uint8 `[n]`, and update its residuals."""
@@ -67,6 +68,7 @@ class OuterOptimizer:
         message = torch.empty(self.message_bytes[index], dtype=torch.uint8, device=difference.device)
         self._encoding.encode(difference, message)
         if self.residuals is not None:
+            self._former_residual = fragment.read(self.residuals)
             lost = difference - self._decode(index, message)
             # Not finite only after a fault, from which the next difference must be free.
             fragment.write(torch.where(lost.isfinite(), lost, 0.0), self.residuals)
@@ -116,6 +118,19 @@ class OuterOptimizer:
         fragment.write(outer, self.outer)
         fragment.write(outer, self._slices)
 
+    def take_back(self, index: int) -> None:
+        """Undo the latest `encode`, of a difference that did not enter the merge."""
+        if self.residuals is not None:
+            self._fragments[index].write(self._former_residual, self.residuals)
+
+    def catch_up(self, outer: Sequence[torch.Tensor], velocities: Sequence[torch.Tensor]) -> None:
+        """Set the outer parameters and the momentum, and keep the differences from the local parameters."""
+        for mine, new, local in zip(self.outer, outer, self._slices, strict=True):
+            local.add_(new.to(mine.device) - mine)
+            mine.copy_(new)
+        for mine, new in zip(self.velocities, velocities, strict=True):
+            mine.copy_(new)
+
     def checksum(self, index: int) -> int:
         """Return a checksum, below 2**50, of the bits of a fragment's outer parameters and momentum."""
         fragment = self._fragments[index]
@@ -134,8 +149,7 @@ def _sum_of_squares(flat: torch.Tensor) -> float:
     return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
-def normalized(weights: Sequence[float], excluded: Mapping[int, float]) -> list[float]:
-    """Return the weights, with 0 for islands in `excluded`, scaled to sum to 1. If all are 0, return zeros."""
-    remaining = [0.0 if island in excluded else weight for island, weight in enumerate(weights)]
-    total = sum(remaining)
-    return [weight / total for weight in remaining] if total else remaining
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Return the weights, scaled to sum to 1. If all are 0, return zeros."""
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else list(weights)

@@ -3,6 +3,7 @@
 RUN/config.yaml, RUN/summary.json     settings, and the summary of all islands
 RUN/islands/size                      number of islands
 RUN/islands/K/                        run directory of island K, with metrics and checkpoints
+RUN/islands/merges/                   decisions on the merges of this start, with `islands.quorum`
 """
 
 import operator
@@ -12,7 +13,7 @@ from typing import Any
 
 from odc_mpi.files import write_text_durable
 
-ISLANDS = "islands"
+ISLANDS, MERGES = "islands", "merges"
 #: Metrics whose values on the islands are added. Of most others, the mean is taken.
 _SUMS = {"num_tokens", "num_input_tokens", "tokens_per_s"}
 #: Metrics that are means over loss tokens.

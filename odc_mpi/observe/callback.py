@@ -85,6 +85,11 @@ class Callback:
         """True if a checkpoint may be saved after this step. Otherwise, one that is due is saved after a later step."""
         return True
 
+    @property
+    def requests_saving(self) -> bool:
+        """True if a checkpoint is to be saved after this step, also if none is due."""
+        return False
+
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Prepare for training. May be collective.
 

@@ -9,29 +9,33 @@ from odc_mpi.errors import TrainingError
 from odc_mpi.islands.norms import WARM_UP, WINDOW, ChangeRule, NormWatch
 
 
+def by_island(norms):
+    return dict(enumerate(norms))
+
+
 def warmed_up(num_islands=2, num_fragments=1, limit=10.0):
     watch = NormWatch(num_islands, num_fragments, limit)
     for _ in range(WARM_UP):
         for fragment in range(num_fragments):
-            assert watch.check(fragment, [1.0] * num_islands) == {}
+            assert watch.check(fragment, by_island([1.0] * num_islands)) == {}
     return watch
 
 
 def test_a_norm_a_hundred_times_the_mean_is_left_out_and_named():
     watch = warmed_up(num_islands=3)
-    assert watch.check(0, [1.0, 100.0, 1.0]) == {1: 100.0}
-    assert watch.check(0, [10.0, 1.0, 1.0]) == {}
+    assert watch.check(0, by_island([1.0, 100.0, 1.0])) == {1: 100.0}
+    assert watch.check(0, by_island([10.0, 1.0, 1.0])) == {}
     # The mean is now 1 + 0.1 * (4 - 1): what was left out has not changed it.
-    assert watch.check(0, [1.0, 1.0, 13.1]) == {2: pytest.approx(13.1 / 1.3)}
+    assert watch.check(0, by_island([1.0, 1.0, 13.1])) == {2: pytest.approx(13.1 / 1.3)}
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("limit", [0.0, 10.0])
 def test_a_norm_that_is_not_finite_is_always_left_out(norm, limit):
     watch = NormWatch(2, 1, limit)
-    assert watch.check(0, [norm, 1.0]) == {0: math.inf}
-    assert watch.check(0, [norm, norm]) == {0: math.inf, 1: math.inf}
-    assert watch.check(0, [2.0, 2.0]) == {}
+    assert watch.check(0, by_island([norm, 1.0])) == {0: math.inf}
+    assert watch.check(0, by_island([norm, norm])) == {0: math.inf, 1: math.inf}
+    assert watch.check(0, by_island([2.0, 2.0])) == {}
     # Neither round without a norm counts, nor did the mean change in it.
     assert watch.state_dict() == {"means": [pytest.approx(1.1)], "num_rounds": [2], "num_consecutive": [0, 0]}
 
@@ -39,50 +43,50 @@ def test_a_norm_that_is_not_finite_is_always_left_out(norm, limit):
 def test_the_first_rounds_of_each_fragment_only_set_the_mean():
     watch = NormWatch(2, 2, 10.0)
     for _ in range(WARM_UP - 1):
-        watch.check(0, [1.0, 1.0])
-    assert watch.check(0, [1.0, 19.0]) == {}
-    assert watch.check(0, [19.0, 19.1]) == {1: pytest.approx(10.05, abs=0.01)}
-    assert watch.check(1, [1.0, 100.0]) == {}
+        watch.check(0, by_island([1.0, 1.0]))
+    assert watch.check(0, by_island([1.0, 19.0])) == {}
+    assert watch.check(0, by_island([19.0, 19.1])) == {1: pytest.approx(10.05, abs=0.01)}
+    assert watch.check(1, by_island([1.0, 100.0])) == {}
 
 
 def test_a_limit_of_zero_accepts_all_finite_norms():
-    assert warmed_up(limit=0.0).check(0, [1.0, 1e30]) == {}
+    assert warmed_up(limit=0.0).check(0, by_island([1.0, 1e30])) == {}
 
 
 def test_a_mean_of_zero_excludes_nothing():
     watch = NormWatch(2, 1, 10.0)
     for _ in range(WARM_UP + 1):
-        assert watch.check(0, [0.0, 0.0]) == {}
-    assert watch.check(0, [1.0, 0.0]) == {}
+        assert watch.check(0, by_island([0.0, 0.0])) == {}
+    assert watch.check(0, by_island([1.0, 0.0])) == {}
 
 
 def test_the_third_exclusion_in_a_row_ends_the_run():
     watch = warmed_up(num_fragments=2)
-    assert watch.check(0, [1.0, 50.0]) == watch.check(1, [1.0, 50.0]) == {1: 50.0}
-    assert watch.check(0, [1.0, 1.0]) == {}
-    watch.check(1, [1.0, 50.0])
-    watch.check(0, [1.0, 50.0])
+    assert watch.check(0, by_island([1.0, 50.0])) == watch.check(1, by_island([1.0, 50.0])) == {1: 50.0}
+    assert watch.check(0, by_island([1.0, 1.0])) == {}
+    watch.check(1, by_island([1.0, 50.0]))
+    watch.check(0, by_island([1.0, 50.0]))
     with pytest.raises(TrainingError, match=r"island 1 .* 3 synchronizations .* 50 times .* \(islands.norm_limit 10\)"):
-        watch.check(1, [1.0, 50.0])
+        watch.check(1, by_island([1.0, 50.0]))
 
 
 def test_the_end_for_norms_that_are_not_finite_says_so():
     watch = NormWatch(2, 1, 0.0)
-    watch.check(0, [math.nan, 1.0])
-    watch.check(0, [math.inf, math.nan])
+    watch.check(0, by_island([math.nan, 1.0]))
+    watch.check(0, by_island([math.inf, math.nan]))
     with pytest.raises(TrainingError, match=r"island 0 .* is not finite: check its hosts"):
-        watch.check(0, [math.nan, 1.0])
+        watch.check(0, by_island([math.nan, 1.0]))
 
 
 def test_a_restored_watch_decides_like_the_saved_one():
     watch = warmed_up(num_fragments=2)
-    watch.check(1, [1.0, 50.0])
-    watch.check(0, [1.0, 50.0])
+    watch.check(1, by_island([1.0, 50.0]))
+    watch.check(0, by_island([1.0, 50.0]))
     restored = NormWatch(2, 2, 10.0)
     restored.load_state_dict(json.loads(json.dumps(watch.state_dict())))
     assert restored.state_dict() == watch.state_dict()
     with pytest.raises(TrainingError, match="island 1"):
-        restored.check(1, [1.0, 50.0])
+        restored.check(1, by_island([1.0, 50.0]))
     for other in (NormWatch(3, 2, 10.0), NormWatch(2, 1, 10.0)):
         before = other.state_dict()
         other.load_state_dict(watch.state_dict())
@@ -92,9 +96,9 @@ def test_a_restored_watch_decides_like_the_saved_one():
 def test_norms_of_all_islands_above_the_limit_are_a_change_of_training():
     watch = NormWatch(2, 1, 10.0)
     for _ in range(12):
-        assert not watch.check(0, [1.0, 1.1])
-    assert not watch.check(0, [20.0, 21.0])
-    assert watch.check(0, [math.inf, 40.0]) == {0: math.inf}
+        assert not watch.check(0, by_island([1.0, 1.1]))
+    assert not watch.check(0, by_island([20.0, 21.0]))
+    assert watch.check(0, by_island([math.inf, 40.0])) == {0: math.inf}
 
 
 #: Share of the latest and of the oldest norm in a full window: 1 and 0.99 ** 24 of (1 - 0.99 ** 25) / 0.01.

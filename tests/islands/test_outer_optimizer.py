@@ -117,7 +117,6 @@ def test_a_difference_that_is_not_finite_does_not_stay_in_the_residual():
     assert not optimizer.combine(0, optimizer.encode(0)[None], [1.0])[0].any()
 
 
-def test_weights_of_islands_that_are_left_out_go_to_the_others():
-    assert normalized([1.0, 2.0, 1.0], {1: 50.0}) == [0.5, 0.0, 0.5]
-    assert normalized([3.0, 0.0, 1.0], {}) == [0.75, 0.0, 0.25]
-    assert normalized([0.0, 0.0, 0.0], {}) == [0.0, 0.0, 0.0]
+def test_weights_sum_to_1_or_are_all_0():
+    assert normalized([3.0, 0.0, 1.0]) == [0.75, 0.0, 0.25]
+    assert normalized([0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]

@@ -325,6 +325,8 @@ def test_user_errors_in_a_file(write, text, expected):
         (f"{OUTER} --islands.wire=topk", "islands.error_feedback: expected true with islands.wire topk"),
         (f"{OUTER} --islands.wire=topk --islands.error_feedback=true --run.exact=true", "islands.wire: expected float"),
         (f"{OUTER} {CHANGE} --islands.fragments=3", "islands.fragments: expected 1 with islands.sync_when change"),
+        (f"{OUTER} {CHANGE} --islands.quorum=2", "islands.quorum: expected 0 with islands.sync_when change"),
+        (f"{OUTER} --islands.quorum=2 --run.exact=true", "islands.quorum: expected 0 with run.exact true, got 2"),
         (f"{OUTER} {CHANGE} --islands.delay=3", "islands.delay: expected 0 with islands.sync_when change"),
         (f"{OUTER} {CHANGE} --optim.max_grad_norm=0", "optim.max_grad_norm: expected a value above 0 with"),
         ("--rl.reward_funcs=f", "rl.reward_funcs requires run.objective grpo or distill: set that, or remove rl.rew"),

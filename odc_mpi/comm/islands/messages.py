@@ -1,24 +1,25 @@
-"""Numbered messages between ranks that proceed at different speeds: those of a column (see `comm.islands.islands`).
+"""Numbered messages between islands that proceed at different speeds, read by the ranks of a column from each other.
 
-    show      write a message into this rank's own memory, and announce it to the other ranks      does not wait
-    fetch     start to read the messages that other ranks have announced                           does not wait
-    receive   wait until all ranks have announced their message, and read the remaining ones
+    show      write a message into this rank's own memory, and report it to the other ranks      does not wait
+    fetch     start to read the messages that other ranks have shown                             does not wait
+    receive   wait until the messages in flight have arrived                                     waits for islands
 
-Each rank has the same parts in the window, in int64 elements:
-
-    [ for each rank, how many messages it has announced | for each rank, the number that it requested | 2 slots ]
-
-Message n is in slot n mod 2. A rank overwrites it with message n + 2 only after it has received message n + 1 of all
-ranks. Each of these had received message n of all ranks before, so none still reads the slot.
+Each rank has two slots in the window. Message n is in slot n mod 2. A rank overwrites it with message n + 2 only after
+it has received message n + 1 of all ranks. Each of these had received message n of all ranks before, so none still
+reads the slot. `comm.islands.quorum_window` does not wait for all.
 """
+
+from collections.abc import Callable, Collection
+from typing import ClassVar
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from odc_mpi.comm.windows.rma import Window, messages
+from odc_mpi.comm.islands.islands import Islands
+from odc_mpi.comm.islands.reports import Reports
+from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.deadline import wait_until
-from odc_mpi.runtime.world import World
 
 #: A message is read in at most `_MAX_PARTS` parts of at least `_MIN_PART_BYTES`. The deadline of a wait applies to each
 #: part, so a slow network is not taken for a fault.
@@ -26,96 +27,158 @@ _MAX_PARTS, _MIN_PART_BYTES = 64, 1 << 22
 
 
 class MessageWindow:
-    """Window through which the ranks of `column` exchange messages of at most `max_bytes`. Construction is collective.
+    """Window through which islands exchange messages of at most `max_bytes`. Construction is collective.
 
-    `max_bytes` is the same on all ranks.
+    `max_bytes` is the same on all ranks of a column.
+
+    Attributes:
+        reports: Reports between the ranks of the column.
+        decided: Number of the latest message that was received. Initially 0.
     """
 
-    def __init__(self, column: World, max_bytes: int) -> None:
-        self._column, self._slot_words = column, -(-max_bytes // 8)
-        self._others = [rank for rank in range(column.size) if rank != column.rank]
-        self._window = Window(column, 2 * (column.size + self._slot_words), torch.int64)
+    _window_type: ClassVar[type[Window]] = Window
+
+    def __init__(self, islands: Islands, max_bytes: int) -> None:
+        self.island, self.column = islands.island, islands.column
+        with self.island.collective("duplicating the communicator"):
+            self._island_comm = self.island.comm.Dup()
+        self.island.on_close(self._island_comm.Free)
+        self.reports = Reports(self.column)
+        self._slot_words = -(-max_bytes // 8)
+        self._window = self._window_type(self.column, 2 * self._slot_words, torch.int64)
         self._words = self._window.tensor.numpy()
-        self._number = self._requested = 0
-        self._received = np.empty((column.size, 0), dtype=np.int64)
-        self._pending: list[int] = []
-        self._reads: list[tuple[int, MPI.Request]] = []
-        self._sent: list[np.ndarray] = []
+        self._others = [rank for rank in range(self.column.size) if rank != self.column.rank]
+        self.decided = self._number = self._num_parts = 0
+        self._received = np.empty((self.column.size, 0), dtype=np.int64)
+        self._reads: dict[int, list[MPI.Request]] = {}
         self._is_open = True
-        column.on_close(self.close)
-        # Another rank's first announcement must not arrive before this rank has cleared its memory.
-        column.wait_collective(column.comm.Ibarrier(), "clearing the window of islands")
+        self.column.on_close(self.close)
+        # Another rank must not read a slot before this rank has cleared its memory.
+        self.column.wait_collective(self.column.comm.Ibarrier(), "clearing the window of islands")
+
+    def start_after(self, number: int) -> None:
+        """Let the first message have the number after `number`, on all ranks."""
+        self.decided = self._number = number
 
     def show(self, message: np.ndarray) -> None:
-        """Show this rank's next message to the other ranks: uint8 `[n]`, with the same n on all ranks. One-sided."""
-        self._number += 1
-        self._received = np.zeros((self._column.size, -(-message.size // 8)), dtype=np.int64)
-        self._received.view(np.uint8)[self._column.rank, : message.size] = message
+        """Show this rank's next message to other ranks: uint8 `[n]`, with the same n on all ranks. Does not wait."""
+        me, reports = self.column.rank, self.reports
+        self._number = reports.shown[me] = self.decided + 1
+        self._received = np.zeros((self.column.size, -(-message.size // 8)), dtype=np.int64)
+        self._received.view(np.uint8)[me, : message.size] = message
         start = self._slot()
-        self._words[start : start + self._received.shape[1]] = self._received[self._column.rank]
-        self._pending = list(self._others)
-        self._add(self._column.rank, 1)
+        self._words[start : start + self._received.shape[1]] = self._received[me]
+        self._window.sync()  # what the report is about is in memory
+        self._reads = {}
+        reports.have[me] = np.arange(self.column.size) == me
+        reports.send(self._audience())
 
     def fetch(self) -> None:
-        """Start to read the messages that other ranks have announced since the last call. One-sided."""
+        """Read reports, and start to read the messages in flight that other ranks have shown. Does not wait."""
+        self._hear()
+        if self._number == self.decided:
+            return
         self._window.sync()
-        announced = [rank for rank in self._pending if self._words[rank] >= self._number]
-        num_words = self._received.shape[1]
-        part_words = max(_MIN_PART_BYTES // 8, -(-num_words // _MAX_PARTS))
-        for rank in announced:
-            for first in range(0, num_words, part_words):
-                part = self._received[rank, first : first + part_words]
-                self._reads += [(rank, each) for each in self._window.start_get(part, rank, self._slot() + first)]
-            self._pending.remove(rank)
+        have = self.reports.have[self.column.rank]
+        for rank in self._others:
+            if rank not in self._reads and self.reports.shown[rank] >= self._number:
+                self._reads[rank] = self._start_read(rank)
+                self._num_parts += 1
+            elif self._reads.get(rank):
+                remaining = [each for each in self._reads[rank] if not each.Test()]
+                self._num_parts += len(self._reads[rank]) - len(remaining)
+                self._reads[rank] = remaining
+                if not remaining:
+                    have[rank] = True
+                    self._on_arrival()
 
-    def receive(self) -> np.ndarray:
-        """Wait for the current messages of all ranks, and return them, uint8 `[ranks, n]`. One-sided.
+    def receive(self) -> tuple[np.ndarray, list[int]]:
+        """Wait for the messages in flight.
 
-        Messages are padded to a multiple of 8 bytes.
+        Returns:
+            The messages of all ranks, uint8 `[ranks, n]`, padded to a multiple of 8 bytes, and the islands whose
+            messages to use, in ascending order.
         """
+        self.column.set_status("waiting for other islands")
+        islands: list[int] = []
 
         def is_complete() -> bool:
             self.fetch()
-            return not self._pending
+            islands[:] = self._decide()
+            return bool(islands)
 
-        what = "waiting for other islands"
-        self._column.set_status(what)
-        with self._column.deadline(what, self._pending):
-            self._window.flush()
-            wait_until(is_complete, self._column.progress.poke)
-        for rank, read in self._reads:
-            with self._column.deadline(f"receiving the parameters of island {rank}", [rank]):
-                wait_until(read.Test, self._column.progress.run_tasks)
-        self._reads, self._sent = [], []
-        return self._received.view(np.uint8)
+        while not islands:
+            self._wait_for_progress(is_complete)
+        self._close(islands)
+        return self._received.view(np.uint8), islands
 
     def request(self, number: int) -> None:
-        """Make `requested` return at least `number` on all ranks, including this one. One-sided, and does not wait."""
-        if number > self._requested:
-            self._add(self._column.size + self._column.rank, number - self._requested)
-            self._requested = number
+        """Make `requested` return at least `number` on all ranks, including this one. Does not wait."""
+        requested, me = self.reports.requested, self.column.rank
+        if number > requested[me]:
+            requested[me] = number
+            self.reports.send(self._audience())
 
     def requested(self) -> int:
-        """Return the largest number that a rank has requested and that has arrived here, or 0. Does not communicate."""
-        self._window.sync()
-        return max(self._requested, int(self._words[self._column.size : 2 * self._column.size].max()))
+        """Return the largest number that a rank has requested and that has arrived here, or 0. Does not wait."""
+        self._hear()
+        return int(self.reports.requested.max())
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Return the values `[n]` of all ranks of the island, `[ranks, n]`. Collective over the island."""
+        gathered = np.empty((self.island.size, len(values)), dtype=values.dtype)
+        self.island.wait_collective(
+            self._island_comm.Iallgather(values, gathered), "synchronizing the ranks of an island"
+        )
+        return gathered
 
     def close(self) -> None:
-        """Free the window. Collective. Idempotent. Call this before closing the column."""
+        """Free the window. Collective over all islands. Idempotent. Call this before closing the islands."""
         if self._is_open:
             self._is_open = False
-            self._column.cancel_on_close(self.close)
-            with self._column.collective("freeing the window of islands"):
+            self.column.cancel_on_close(self.close)
+            self.reports.finish()
+            with self.column.collective("freeing the window of islands"):
                 self._window.flush()
                 self._words = np.empty(0)
                 self._window.free()
 
-    def _slot(self) -> int:
-        return 2 * self._column.size + self._number % 2 * self._slot_words
+    def _audience(self) -> Collection[int]:
+        """Return the ranks that reports go to."""
+        return self._others
 
-    def _add(self, element: int, value: int) -> None:
-        """Add `value` to an element in the memory of each other rank."""
-        self._window.sync()  # what this announces is in memory
-        self._sent.append(np.array([value]))
-        for rank in self._others:
-            self._window.accumulate_messages(self._sent[-1], messages(rank, element, 1))
+    def _hear(self) -> None:
+        self.reports.receive()
+
+    def _on_arrival(self) -> None:
+        """Called when a message of another rank has been received."""
+
+    def _missing(self) -> Collection[int]:
+        """Return the ranks for which `receive` waits."""
+        return [rank for rank in self._others if not self.reports.have[self.column.rank, rank]]
+
+    def _decide(self) -> list[int]:
+        """Return the islands whose messages to use, or an empty list as long as messages are missing."""
+        return [] if self._missing() else list(range(self.column.size))
+
+    def _close(self, islands: list[int]) -> None:
+        self.decided = self._number
+
+    def _wait_for_progress(self, is_complete: Callable[[], bool]) -> None:
+        """Wait until `is_complete` returns True or a part of a message has arrived."""
+        num_parts = self._num_parts
+        with self.column.deadline("waiting for other islands", self._missing()):
+            wait_until(lambda: is_complete() or self._num_parts > num_parts, self.column.progress.poke)
+
+    def _start_read(self, rank: int) -> list[MPI.Request]:
+        """Start to read the message in flight of another rank, in parts."""
+        row, start = self._received[rank], self._slot()
+        part_words = max(_MIN_PART_BYTES // 8, -(-len(row) // _MAX_PARTS))
+        return [
+            request
+            for first in range(0, len(row), part_words)
+            for request in self._window.start_get(row[first : first + part_words], rank, start + first)
+        ]
+
+    def _slot(self) -> int:
+        return self._number % 2 * self._slot_words

@@ -3,6 +3,7 @@
     Window         `Win.Allocate`
     SharedWindow   `Win.Allocate_shared`: ranks on the same node map each other's memory; ranks on other nodes read it
                    with MPI_Get
+    PrivateWindow  `Win.Create`: nobody maps it
     DeviceWindow   device memory (`comm.windows.device_window`)
 
 A window has a single passive-target epoch, `Lock_all(MODE_NOCHECK)`, from its creation until it is freed (MPI-4.1,
@@ -220,6 +221,18 @@ class Window:
                 f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {models.pop()} ones under "
                 f"{world.mpi_library}: use another MPI library"
             )
+
+
+class PrivateWindow(Window):
+    """Window whose operations depend on their target alone, which must call MPI. Construction is collective.
+
+    With other windows, Open MPI's operations on a rank of another node also wait for the first rank of that node.
+    """
+
+    @override
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> WindowParts:
+        tensor = torch.empty(numel, dtype=dtype)
+        return [MPI.Win.Create(tensor.numpy(), dtype.itemsize, info, world.comm)], {world.rank: tensor}
 
 
 class SharedWindow(Window):

@@ -1,5 +1,6 @@
 """Training on islands that train apart: an ordinary run on each island, and the summary of all."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -9,9 +10,10 @@ from typing import Any
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.islands.merges import MergeError
 from odc_mpi.data.loader import Part
-from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError
 from odc_mpi.islands.norms import ChangeRule
-from odc_mpi.islands.run_dir import ISLANDS, write_size
+from odc_mpi.islands.quorum import Quorum
+from odc_mpi.islands.run_dir import ISLANDS, MERGES, write_size
 from odc_mpi.observe.metrics import Summary, read_run_metrics, write_declarations, write_summary
 from odc_mpi.runtime.abort import abort
 from odc_mpi.training.context import RunContext
@@ -25,7 +27,7 @@ from odc_mpi.training.settings import Config
 from odc_mpi.training.start.run_info import RunInfo, describe_islands
 
 #: Settings that are not arguments of `DiLoCo`. The others have the same names, except for a prefix `outer_`.
-_NO_OPTIONS = {"by", "mode", "sync_when", "change"}
+_NO_OPTIONS = {"by", "mode", "sync_when", "change", "quorum", "grace_s"}
 #: Minimum number of checkpoints that an island keeps, because the other islands may be up to two saves behind.
 _MIN_CHECKPOINTS = 3
 
@@ -36,6 +38,7 @@ def train_apart(context: RunContext, islands: Islands, stack: ExitStack) -> dict
     `stack` closes the files. For errors, see `train`. If one island fails during the training, the job ends.
     """
     config, world = context.config, context.world
+    world.run_on_all(lambda: _check_quorum(config, islands.size))
     context.resume_point = find_resume_point(config, world, islands)
     own = replace(
         context,
@@ -78,6 +81,8 @@ def train_apart(context: RunContext, islands: Islands, stack: ExitStack) -> dict
     loops[0].free()
     run.close()
     islands.close()
+    if world.rank == 0:
+        shutil.rmtree(Path(config.run.dir) / ISLANDS / MERGES, ignore_errors=True)
     return world.gather_objects(summary)[0]
 
 
@@ -96,6 +101,13 @@ def _describe(config: Config, islands: Islands) -> str:
     )
 
 
+def _check_quorum(config: Config, num_islands: int) -> None:
+    if config.islands.quorum > num_islands:
+        raise UserError(
+            f"islands.quorum: expected at most {num_islands}, the number of islands, got {config.islands.quorum}"
+        )
+
+
 def _is_complete(context: RunContext) -> bool:
     """Return True if all islands have taken all steps. Collective."""
     completed = context.world.gather_objects(context.resume_point.step if context.resume_point else 0)
@@ -105,6 +117,10 @@ def _is_complete(context: RunContext) -> bool:
 def _open(context: RunContext, num_islands: int) -> RunDirectoryLock:
     lock = open_run(context.config, context.resume_point)
     write_size(Path(context.config.run.dir), num_islands)
+    decisions = Path(context.config.run.dir) / ISLANDS / MERGES
+    shutil.rmtree(decisions, ignore_errors=True)
+    if context.config.islands.quorum:
+        decisions.mkdir()
     return lock
 
 
@@ -113,7 +129,18 @@ def add_diloco(context: RunContext, islands: Islands, trainer: Trainer) -> DiLoC
     settings, run = context.config.islands, context.config.run
     options = {key.removeprefix("outer_"): value for key, value in asdict(settings).items() if key not in _NO_OPTIONS}
     rule = ChangeRule(settings.change) if settings.sync_when == "change" else None
-    loop = DiLoCo(islands, trainer.model, **options, rule=rule, num_steps=run.steps, stop=context.stop)
+    decisions = Path(run.dir).parent / MERGES
+    quorum = Quorum(settings.quorum, settings.grace_s, decisions) if 0 < settings.quorum < islands.size else None
+    loop = DiLoCo(
+        islands,
+        trainer.model,
+        **options,
+        quorum=quorum,
+        rule=rule,
+        num_steps=run.steps,
+        stop=context.stop,
+        checkpoint_every=run.checkpoint_every,
+    )
     for callback in trainer.callbacks:
         if isinstance(callback, PeriodicEvaluator):
             callback.evaluated_parameters = loop.outer_parameters

@@ -1,8 +1,11 @@
 """DiLoCo: islands train apart, and merge fragments of their parameters every few steps.
 
     send     encode the difference of a fragment, and show it to the other islands                does not wait
-    apply    wait for the differences of all islands, compare their norms, update the outer
-             parameters with the mean difference, and continue training from them                 waits for all islands
+    apply    wait for the differences of all islands or of a quorum, compare their norms, update
+             the outer parameters with the mean difference, and continue training from them       waits for islands
+
+An island that a quorum has left out takes the outer parameters of another one, and keeps its difference from its own
+former ones for its next merge.
 
 Merges are numbered from 1. With F fragments, merge n is one of fragment (n - 1) mod F.
 """
@@ -13,18 +16,20 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from typing_extensions import override
 
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.islands.merges import FragmentExchange, Header, MergeResult
+from odc_mpi.comm.islands.quorum_window import QuorumWindow
 from odc_mpi.data.loader import PlannedMinibatch
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
+from odc_mpi.islands.contributions import Contributions
 from odc_mpi.islands.encoding import make_encoding
 from odc_mpi.islands.fragments import Schedule, make_fragments
 from odc_mpi.islands.norms import ChangeRule
 from odc_mpi.islands.outer_optimizer import OuterOptimizer
+from odc_mpi.islands.quorum import Quorum
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import Metric
 from odc_mpi.observe.timing import IslandMetrics
@@ -56,9 +61,12 @@ class DiLoCo(Callback):
         error_feedback: True to add the encoding's rounding errors to the fragment's next difference.
         norm_limit: A difference is left out if its norm exceeds this multiple of the usual norm. If this is 0, only
             non-finite differences are left out.
+        quorum: Rule for merges that do not wait for all islands, or None to wait.
         rule: Rule that also asks for a merge of all fragments when the island's gradient norm changes, or None.
         num_steps: For the callback: number of steps after which it calls `finish`.
         stop: For the callback: request to stop. If it reaches a rank, all islands merge all fragments, and stop.
+        checkpoint_every: For the callback: number of steps after which a checkpoint is due, or 0. With a quorum, all
+            islands of a merge save one if it is due on any of them.
 
     Raises:
         UserError: There is only one island, the model's slices are not fp32, or the combination of `sync_every`,
@@ -73,6 +81,8 @@ class DiLoCo(Callback):
         Metric("outer_norm", "norm of the mean difference, in steps in which islands that train apart merged"),
         Metric("outer_cosine", "likewise the mean cosine between the differences of two islands"),
         Metric("contributions_left_out", "differences of islands that were left out", summary="sum"),
+        Metric("late_islands", "islands that were late for merges", summary="sum"),
+        Metric("lag", "merges for which this island was late before the one in this step", summary="sum"),
         *IslandMetrics.metrics,
     )
 
@@ -91,9 +101,11 @@ class DiLoCo(Callback):
         topk: float = 0.03,
         error_feedback: bool = False,
         norm_limit: float = 10.0,
+        quorum: Quorum | None = None,
         rule: ChangeRule | None = None,
         num_steps: int | None = None,
         stop: StopRequest | None = None,
+        checkpoint_every: int = 0,
     ) -> None:
         if islands.size == 1:
             raise UserError("islands: expected two or more, got 1: train without DiLoCo")
@@ -113,13 +125,18 @@ class DiLoCo(Callback):
             local_share=local_share,
             error_feedback=error_feedback,
         )
-        self._exchange = FragmentExchange(islands, self._optimizer, norm_limit)
+        self._exchange = FragmentExchange(islands, self._optimizer, norm_limit, quorum, self._progress)
         self._num_steps = self._num_sent = self.num_merges = 0
-        # Loss tokens or pairs, and steps, of this island since each fragment was last sent.
-        self._amounts, self._ages = np.zeros(fragments), np.zeros(fragments, dtype=np.int64)
+        self._contributions, self._taken = Contributions(fragments), (0.0, 0, 0)
         # Merge up to which to merge without further training: as this island wants, and as all islands agreed.
         self._wanted = self._agreed = 0
-        self._num_finished = 0
+        self._num_finished, self._has_finished = 0, False
+        self._quorum, self._checkpoint_every = quorum, checkpoint_every
+        self._members = list(range(islands.size))  # of the latest merge
+        # Number of the current step, and whether it is to be saved. The clock is the number of steps of the island that
+        # has taken most, as of the latest merge, and as of the latest one after which checkpoints were saved.
+        self._step_number, self._saves, self._clock, self._saved_clock = 0, False, 0, 0
+        self._were_late: set[int] = set()
         self._continues = False  # from a checkpoint of as many islands
 
     def step(self, amount: float) -> MergeResult | None:
@@ -132,25 +149,27 @@ class DiLoCo(Callback):
                 differences are weighted by the sums of these numbers since the fragment was last sent.
 
         Returns:
-            The result of all merges after this step, or None if there were none to which an island contributed.
+            The result of all merges after this step that contain this island, or None if there were none to which an
+            island contributed.
 
         Raises:
             TrainingError: The same island was left out three times in a row, or outer parameters differ between
                 islands. All ranks raise this error.
         """
         self._num_steps += 1
-        self._ages += 1
-        self._amounts += amount
+        self._contributions.add_step(amount)
         self._agreed, results, at_once = 0, [], self._wanted > self.num_merges
+        if isinstance(self._exchange.window, QuorumWindow):
+            self._exchange.window.serve()
         if self._is_in_flight:
             self._exchange.window.fetch()
         elif at_once or self._schedule.sends_after(self._num_steps):
             self._send()
-        if self._is_in_flight and (at_once or self._schedule.applies_after(self._num_steps)):
+        # Again if another island, from which this one continues, has sent a fragment that is due.
+        while self._is_in_flight and (at_once or self._schedule.applies_after(self._num_steps)):
             results.append(self._apply())
         while self.num_merges < max(self._wanted, self._agreed):
-            self._send()
-            results.append(self._apply())
+            results.append(self._merge())
         if self._agreed and self.num_merges == self._agreed:
             self._num_steps = 0  # the schedule begins again, on all islands
         return merge_results(results)
@@ -163,15 +182,15 @@ class DiLoCo(Callback):
         momentum is meant for the differences of `sync_every` steps. If the islands stop, there is no such mean.
         Collective over the island.
         """
-        results = [self._apply()] if self._is_in_flight else []
-        num_averaged = 0
-        while num_averaged < self._schedule.num_fragments and not self._stops:
-            self._send(has_finished=True)
+        results = []
+        while self._is_in_flight:
             results.append(self._apply())
+        self._has_finished, num_averaged = True, 0
+        while num_averaged < self._schedule.num_fragments and not self._stops:
+            results.append(self._merge())
             num_averaged += self._num_finished == self._islands.size
         while self.num_merges < self._agreed:  # of islands that stop
-            self._send(has_finished=True)
-            results.append(self._apply())
+            results.append(self._merge())
         self._num_steps = 0
         return merge_results(results)
 
@@ -205,37 +224,96 @@ class DiLoCo(Callback):
     def _stops(self) -> bool:
         return self._stop is not None and self._stop.requested_on_any_rank
 
-    def _send(self, *, has_finished: bool = False) -> None:
+    def _merge(self) -> MergeResult | None:
+        if not self._is_in_flight:
+            self._send()
+        return self._apply()
+
+    def _send(self) -> None:
         fragment = self._num_sent % self._schedule.num_fragments
         until = max(self._wanted, self._agreed)
-        header = Header(self._amounts[fragment], self._ages[fragment], until, self._stops, has_finished)
+        self._taken = self._contributions.take(fragment)
+        clock, every = max(self._clock, self._step_number), self._checkpoint_every
+        saves = self._stops or (every and (clock + self._schedule.delay) // every > self._saved_clock // every)
+        header = Header(*self._taken, until, clock, bool(saves), self._stops, self._has_finished)
         with self._model.spans.span("outer_sync"):
             self._exchange.send(fragment, header)
-        self._amounts[fragment], self._ages[fragment] = 0.0, 0
         self._num_sent += 1
 
     def _apply(self) -> MergeResult | None:
-        """Apply the fragment in flight. Return None if no island had trained on it. Collective over the island."""
+        """Apply the fragment in flight. Collective over the island.
+
+        Returns None if no island had trained on it, or if the others have merged it without this island.
+        """
         fragment = self.num_merges % self._schedule.num_fragments
         with self._model.spans.span("outer_sync"):
             received = self._exchange.receive(fragment)
+            if isinstance(received, dict):
+                self._continue_from(received)
+                return None
             self.num_merges += 1
+            self._members = received.islands
+            self._warn_of_late_islands()
             self._agreed = int(max(header.until for header in received.headers))
+            self._clock = int(max(header.clock for header in received.headers))
             self._num_finished = sum(bool(header.has_finished) for header in received.headers)
+            has_ended = self._num_finished == self._islands.size
+            if self._quorum and (has_ended or any(header.saves for header in received.headers)):
+                self._saves, self._saved_clock = True, self._clock
             if self._stop and any(header.stops for header in received.headers):
                 self._stop.requested_on_any_rank = True
-            if self._num_finished == self._islands.size:
+            if has_ended:
                 self._optimizer.average(fragment, received.mean)
             else:
                 keep_local = self._islands.index not in received.left_out
                 self._optimizer.apply(fragment, received.mean if received.is_used else None, keep_local=keep_local)
         return received.result if any(header.amount for header in received.headers) else None
 
+    def _warn_of_late_islands(self) -> None:
+        late = set(range(self._islands.size)) - {*self._members} - self._were_late
+        self._were_late |= late
+        if late and self._islands.index == self._members[0] and self._islands.island.rank == 0:
+            names = ", ".join(map(str, sorted(late)))
+            warn(
+                f"WARNING: merge {self.num_merges} does not wait for island {names}, which is late. It enters a later "
+                "merge; see late_islands and lag in the metrics"
+            )
+
+    def _progress(self) -> dict[str, Any]:
+        clocks = {"clock": self._clock, "saved_clock": self._saved_clock}
+        return {"merge": self.num_merges, "num_steps": self._num_steps, "in_flight": self._is_in_flight, **clocks}
+
+    def _continue_from(self, progress: Mapping[str, Any]) -> None:
+        """Take the place of another island in its schedule, after the outer parameters have become those of it."""
+        fragment = self.num_merges % self._schedule.num_fragments
+        self._contributions.give_back(fragment, self._taken)
+        self._optimizer.take_back(fragment)
+        self._contributions.miss(self.num_merges, progress["merge"])
+        self._num_sent = self.num_merges = progress["merge"]
+        self._num_steps = progress["num_steps"]
+        self._clock, self._saved_clock = progress["clock"], progress["saved_clock"]
+        if progress["in_flight"]:
+            self._send()
+
     @property
     @override
     def allows_saving(self) -> bool:
-        """True if the latest step ended with a merge. No fragment is in flight then."""
+        """True if the latest step ended with a merge. No fragment is in flight then.
+
+        With a quorum, all islands of the merge save, or none.
+        """
+        if self._quorum:
+            return self._saves
         return self._num_steps == 0 or self._schedule.applies_after(self._num_steps)
+
+    @property
+    @override
+    def requests_saving(self) -> bool:
+        return self._saves
+
+    @override
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        self._clock = self._saved_clock = max(self._clock, completed_steps)
 
     @override
     def local_values(self) -> Sequence[float]:
@@ -248,6 +326,7 @@ class DiLoCo(Callback):
 
     @override
     def on_optimizer_step(self, step: Step) -> None:
+        self._step_number, self._saves = step.number, False
         has_changed = self._rule is not None and self._rule.update(step.metrics["grad_norm"])
         if has_changed or self._stops:
             self._wanted = max(self._wanted, self._num_sent + self._schedule.num_fragments)
@@ -285,12 +364,17 @@ class DiLoCo(Callback):
         state = {
             "schedule": asdict(self._schedule),
             "num_steps": self._num_steps,
-            "amounts": self._amounts.tolist(),
-            "ages": self._ages.tolist(),
+            **self._contributions.state_dict(),
             "norm_watch": self._exchange.watch.state_dict(),
             "change_rule": self._rule and self._rule.state_dict(),
         }
-        islands = {"size": self._islands.size, "index": self._islands.index, "merge": self.num_merges}
+        islands = {
+            "size": self._islands.size,
+            "index": self._islands.index,
+            "merge": self.num_merges,
+            "members": self._members,
+            "clock": self._clock,
+        }
         return {"islands": islands, "outer": state}
 
     @override
@@ -302,14 +386,16 @@ class DiLoCo(Callback):
         if not (state := state_dict.get("outer")):
             return
         islands = state_dict["islands"]
-        self._continues = islands["size"] == self._islands.size
+        self._continues = (islands["size"], islands["index"]) == (self._islands.size, self._islands.index)
         self._num_sent = self.num_merges = islands["merge"]
+        self._clock = islands.get("clock", 0)
+        self._exchange.window.start_after(self.num_merges)
         self._exchange.watch.load_state_dict(state["norm_watch"])
         if self._rule and state["change_rule"]:
             self._rule.load_state_dict(state["change_rule"])
         if self._continues and state["schedule"] == asdict(self._schedule):
             self._num_steps = state["num_steps"]
-            self._amounts, self._ages = np.array(state["amounts"]), np.array(state["ages"])
+            self._contributions.load_state_dict(state)
 
 
 def _amount(minibatch: PlannedMinibatch) -> int:
@@ -321,5 +407,6 @@ def merge_results(results: Sequence[MergeResult | None]) -> MergeResult | None:
     present = [each for each in results if each]
     if len(present) < 2:
         return present[0] if present else None
-    norms, cosines, left_out, num_bytes, waits = zip(*present, strict=True)
-    return MergeResult(math.hypot(*norms), sum(cosines) / len(cosines), sum(left_out), sum(num_bytes), sum(waits))
+    norms, cosines, left_out, late, lags, num_bytes, waits = zip(*present, strict=True)
+    counts = sum(left_out), sum(late), sum(lags)
+    return MergeResult(math.hypot(*norms), sum(cosines) / len(cosines), *counts, sum(num_bytes), sum(waits))

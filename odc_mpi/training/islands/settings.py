@@ -47,6 +47,10 @@ class IslandsConfig:
     ] = "float32"
     topk: Annotated[float, "wire topk: share of the differences that is sent, the largest ones", _PART] = 0.03
     error_feedback: Annotated[bool, "outer: add rounding errors of the format to the next difference"] = False
+    quorum: Annotated[
+        int, "outer: merge without late islands, of at least N; 0: wait for all; docs/islands.md", NOT_NEGATIVE
+    ] = 0
+    grace_s: Annotated[float, "quorum: seconds to wait for further islands", NOT_NEGATIVE] = 5.0
     norm_limit: Annotated[
         float, "outer: leave out differences of more than N times the usual norm; 0: off", NOT_NEGATIVE
     ] = 10.0
@@ -92,6 +96,10 @@ def _check_outer(values: Mapping[str, Any], source: str) -> None:
     if by_name["wire"] == "topk" and not by_name["error_feedback"]:
         raise UserError(
             f"{source}: islands.error_feedback: expected true with islands.wire topk, which sends only a part"
+        )
+    if by_name["quorum"] and by_name["sync_when"] == "change":
+        raise UserError(
+            f"{source}: islands.quorum: expected 0 with islands.sync_when change, which makes all islands merge at once"
         )
     if by_name["sync_when"] == "change":
         for name, expected in (("fragments", 1), ("delay", 0)):

@@ -120,6 +120,7 @@ class CheckpointCallback(Callback):
         """Start saving a checkpoint if one is due or a stop was requested. Collective in this case."""
         every, number = self._run.checkpoint_every, step.number
         self._is_due |= number == self._run.steps or bool(every and number % every == 0)
+        self._is_due |= any(callback.requests_saving for callback in self._trainer.callbacks)
         if (self._is_due or self._stop.requested_on_any_rank) and self._saving_is_allowed:
             self._is_due = False
             self._update_best(step)

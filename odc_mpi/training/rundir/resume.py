@@ -107,7 +107,7 @@ def find_resume_point(config: Config, world: World, islands: Islands | None = No
     """Open the checkpoint from which the run starts, if any. Collective.
 
     `islands` are the islands of `world` that train apart, or None. Of a group of checkpoints of K islands, opens the
-    one of this rank's island modulo K, or of the first.
+    one of this rank's island, of this island modulo K if there is none, or of the first.
 
     Raises `AllRanksUserError` if a rank does not see the run directory, if `run.resume` is a path without checkpoints,
     or if no existing checkpoint is complete.
@@ -317,7 +317,7 @@ def _newest(
     problems: list[str] = []
     ranks = islands.island if islands else world  # which open the same checkpoint
     for group in reversed(candidates):
-        path = group[islands.index % len(group) if islands else 0]
+        path = _of_island(group, islands.index) if islands else group[0]
         checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, ranks))  # type: ignore[misc]
         rank_problems = world.gather_objects(problem)
         if not any(rank_problems):
@@ -335,6 +335,12 @@ def _newest(
             f"{'; ' if advice else ''}{advice}"
         )
     return None
+
+
+def _of_island(group: Sequence[Path], index: int) -> Path:
+    """Return the checkpoint of an island, or that of another one if it is not in the group."""
+    own = [path for path in group if path.parents[1].name == str(index)]
+    return own[0] if own else group[index % len(group)]
 
 
 def _open_checkpoint(path: Path, world: World) -> tuple[Checkpoint | None, str | None]:

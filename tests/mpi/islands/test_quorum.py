@@ -1,0 +1,102 @@
+"""Islands that merge without waiting for one that is stopped, and what this one does afterwards."""
+
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+from test_diloco import linear_islands
+
+from odc_mpi import DiLoCo
+from odc_mpi.islands.quorum import Quorum
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
+
+STOPPED_S = 1.5
+
+
+def stop_this_process():
+    """Stop this process with SIGSTOP, and let another one continue it."""
+    command = f"sleep 0.05; kill -STOP {os.getpid()}; sleep {STOPPED_S}; kill -CONT {os.getpid()}"
+    subprocess.run(["sh", "-c", command], check=True, timeout=60)
+
+
+@pytest.fixture
+def decisions(world, tmp_path_factory):
+    """An empty directory that all ranks know."""
+    directory = tmp_path_factory.mktemp("decisions") if world.rank == 0 else None
+    return world.gather_objects(directory)[0]
+
+
+@pytest.mark.sizes(3, 4)
+@pytest.mark.parametrize(("stopped", "fragments", "delay"), [(0, 1, 0), (1, 2, 1), (2, 3, 0)])
+def test_the_others_go_on_without_a_stopped_island_which_then_catches_up(world, decisions, stopped, fragments, delay):
+    """With 4 ranks, there are two islands of two, of which one rank is stopped. All end with the same parameters."""
+    num_ranks = world.size // 3 + world.size % 3
+    with linear_islands(world, num_ranks) as (islands, model, optimizer):
+        stopped %= islands.size
+        quorum = Quorum(islands.size - 1, 0.1, decisions)
+        schedule = {"sync_every": 6, "fragments": fragments, "delay": delay}
+        loop = DiLoCo(islands, model, **schedule, learning_rate=1.0, momentum=0.0, quorum=quorum)
+        merges_by_time, results = [], []
+        for step in range(1, 121):
+            if step == 9 and islands.index == stopped and islands.island.rank == 0:
+                stop_this_process()
+            with model.minibatch():
+                if islands.island.rank == 0:
+                    model(torch.eye(8)).sum().backward()
+            optimizer.step()
+            results.append(loop.step(1))
+            if step == 120:
+                results.append(loop.finish())
+            model.publish()
+            merges_by_time.append((time.time(), loop.num_merges))
+            time.sleep(0.01)
+        results = [each for each in results if each]
+        totals = world.gather_objects((model.state_dict()["weight"].sum().item(), loop.num_merges))
+        assert len(set(totals)) == 1, totals
+        times = world.gather_objects(merges_by_time)
+        late, other = (times[index * num_ranks] for index in (stopped, (stopped + 1) % islands.size))
+        (began, before), (ended, _) = max(
+            ((a, b) for a, b in zip(late, late[1:], strict=False)), key=lambda pair: pair[1][0] - pair[0][0]
+        )
+        assert ended - began > STOPPED_S
+        meanwhile = max(merges for when, merges in other if when < ended - 0.2)
+        assert meanwhile - before > 3 * fragments, (before, meanwhile)
+        if islands.index == stopped:
+            assert max(each.lag for each in results) > 2
+        else:
+            assert sum(each.late_islands for each in results) > 3 * fragments
+            assert sum(each.island_wait_s for each in results[: 3 * fragments]) < STOPPED_S
+        loop.free()
+
+
+def test_differences_of_late_islands_are_not_lost(world, decisions):
+    """What an island learned while it was late enters its next merge, with a weight that falls with its lag."""
+    with linear_islands(world, 1) as (islands, model, optimizer):
+        loop = DiLoCo(islands, model, sync_every=1, learning_rate=1.0, momentum=0.0, quorum=Quorum(2, 0.1, decisions))
+        merges, num_steps = {0: (0.0, 0, 0)}, 0
+        for step in range(1, 41):
+            time.sleep(1.0 if islands.index == 2 and step == 5 else 0.02)
+            with model.minibatch():
+                (-model(torch.eye(8)).sum()).backward()
+            optimizer.step()
+            result, num_steps = loop.step(1), num_steps + 1
+            if step == 40:
+                loop.finish()
+            model.publish()
+            if result and step < 40:
+                merges[loop.num_merges] = model.state_dict()["weight"][0, 0].item(), result.lag, num_steps
+                num_steps = 0
+        of_others, _, of_late = world.gather_objects(merges)
+        merge, (value, lag, num_steps) = max(of_late.items(), key=lambda item: item[1][1])
+        assert lag > 10, of_late
+        weight = num_steps * (1 + lag) ** -0.5
+        assert (
+            value
+            == of_others[merge][0]
+            == pytest.approx(of_others[merge - 1][0] + (1 + 1 + weight * num_steps) / (1 + 1 + weight))
+        )
+        assert of_others[merge - 1][0] == pytest.approx(of_others[merge - 2][0] + 1), "without the late island"
+        loop.free()
