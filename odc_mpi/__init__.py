@@ -15,6 +15,7 @@ _PUBLIC = {
     "World": "odc_mpi.runtime.world",
     "Islands": "odc_mpi.comm.islands.islands",
     "DiLoCo": "odc_mpi.training.islands.diloco",
+    "Quorum": "odc_mpi.islands.quorum",
     "Tickets": "odc_mpi.comm.tickets",
     "CommConfig": "odc_mpi.comm.settings",
     "shard_model": "odc_mpi.api",

@@ -1,4 +1,4 @@
-"""What an island has to contribute to the next merge of each fragment. This module does not communicate."""
+"""Contribution of an island to the next merge of each fragment. This module does not communicate."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -14,6 +14,8 @@ from processes import command_line
 from small_run import last_step
 from two_hosts import LEFT_BEHIND, launch, start
 
+from odc_mpi.checkpoint.groups import checkpoint_groups
+
 LEAVES = """
 import subprocess
 from pathlib import Path
@@ -91,6 +93,29 @@ def test_a_run_goes_on_without_a_host_that_is_cut_off(config, tmp_path):
     restarts = (tmp_path / "run" / "restarts.json").read_text()
     assert json.loads(restarts)["lost_steps"] <= 2 and list((tmp_path / "node0").iterdir()) == []
     print(f"{seconds:.1f} s, {restarts}")
+
+
+@pytest.mark.library
+@pytest.mark.timeout(120)
+def test_islands_go_on_without_one_that_is_stopped(config, tmp_path):
+    """The first rank of its host, through which Open MPI leads RMA operations on windows that it allocates."""
+    apart = ("--islands.by", 1, "--islands.mode", "outer", "--islands.sync_every", 4, "--islands.quorum", 2)
+    train = ("train", "--config", config, "--run.steps", 100_000, *apart, "--islands.grace_s", 0.5)
+    job = start("2,1", "-m", "odc_mpi", *train, "--comm.timeout_s", 30, timeout_s=90)
+    islands = [tmp_path / "run" / "islands" / str(island) for island in range(3)]
+    job.wait_until(lambda: last_step(islands[0]) >= 10)
+    os.kill(job.ranks()[0], signal.SIGSTOP)
+    before = [last_step(path) for path in islands]
+    job.wait_until(lambda: min(last_step(path) for path in islands[1:]) > max(before) + 40)
+    assert last_step(islands[0]) <= before[0] + 1
+    os.kill(job.ranks()[0], signal.SIGCONT)
+    job.wait_until(lambda: last_step(islands[0]) > before[0] + 20)
+    os.kill(job.ranks()[2], signal.SIGTERM)
+    done = job.finish()
+    assert done.code == 75 and "does not wait for island 0, which is late" in done.err, done
+    lines = [json.loads(line) for line in (islands[0] / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("lag", 0) for line in lines) >= 5
+    assert len(checkpoint_groups(tmp_path / "run")[-1]) == 3
 
 
 @pytest.mark.library

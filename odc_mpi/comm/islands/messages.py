@@ -92,6 +92,9 @@ class MessageWindow:
                     have[rank] = True
                     self._on_arrival()
 
+    def serve(self) -> None:
+        """Send this rank's state to islands that were late, in a `QuorumWindow`. Collective over the island there."""
+
     def receive(self) -> tuple[np.ndarray, list[int]]:
         """Wait for the messages in flight.
 

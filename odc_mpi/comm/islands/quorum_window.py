@@ -23,8 +23,7 @@ from odc_mpi.comm.islands.messages import MessageWindow
 from odc_mpi.comm.windows.rma import PrivateWindow
 from odc_mpi.islands.quorum import Quorum, mutual
 
-#: What the first rank tells the other ranks of its island about an island: it is in the decision, or has the state to
-#: continue from.
+#: Values for an island in the choice of the first rank: it is in the decision, or has the state to continue from.
 _MEMBER, _SERVER = 1, 2
 
 
@@ -71,8 +70,8 @@ class QuorumWindow(MessageWindow):
         self._choice, self._decision, self._quorum_since = np.zeros(self.column.size, dtype=np.uint8), [], 0.0
         super().show(message)
 
+    @override
     def serve(self) -> None:
-        """Send this rank's state to the islands that have asked for it. Collective over the island."""
         self.fetch()
         self._serve_all(_and(self.gather(self.reports.asks)))
 
@@ -158,7 +157,7 @@ class QuorumWindow(MessageWindow):
         return self._active <= set(islands) or time.monotonic() > self._quorum_since + self._quorum.grace_s
 
     def _finish(self, number: int, members: set[int]) -> None:
-        """Continue after message `number`, of which `members` and those that were heard meanwhile are told."""
+        """Continue after message `number`, and report that to `members` and to those that were heard meanwhile."""
         me = self.column.rank
         self._abandoned += [(reads, self._received) for reads in self._reads.values() if reads]
         self._abandoned = [each for each in self._abandoned if not all(read.Test() for read in each[0])]
@@ -175,5 +174,5 @@ class QuorumWindow(MessageWindow):
 
 
 def _and(gathered: np.ndarray) -> np.ndarray:
-    """Return which values are true on all ranks, bool `[n]`, given those of each, `[ranks, n]`."""
+    """Return True for each value that is true on all ranks, bool `[n]`, given those of each rank, `[ranks, n]`."""
     return np.logical_and.reduce(gathered, axis=0)

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.islands.merges import FragmentExchange, Header, MergeResult
-from odc_mpi.comm.islands.quorum_window import QuorumWindow
 from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.errors import UserError, warn
 from odc_mpi.islands.contributions import Contributions
@@ -159,8 +158,7 @@ class DiLoCo(Callback):
         self._num_steps += 1
         self._contributions.add_step(amount)
         self._agreed, results, at_once = 0, [], self._wanted > self.num_merges
-        if isinstance(self._exchange.window, QuorumWindow):
-            self._exchange.window.serve()
+        self._exchange.window.serve()
         if self._is_in_flight:
             self._exchange.window.fetch()
         elif at_once or self._schedule.sends_after(self._num_steps):

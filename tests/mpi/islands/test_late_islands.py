@@ -1,6 +1,8 @@
 """Islands that merge without waiting for one that is stopped, and what this one does afterwards."""
 
+import itertools
 import os
+import random
 import subprocess
 import time
 
@@ -16,10 +18,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
 STOPPED_S = 1.5
 
 
-def stop_this_process():
-    """Stop this process with SIGSTOP, and let another one continue it."""
-    command = f"sleep 0.05; kill -STOP {os.getpid()}; sleep {STOPPED_S}; kill -CONT {os.getpid()}"
-    subprocess.run(["sh", "-c", command], check=True, timeout=60)
+def stop_this_process(seconds=STOPPED_S, after_s=0.0):
+    """Stop this process with SIGSTOP; another one continues it. Return this one."""
+    command = f"sleep {after_s}; kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
+    return subprocess.Popen(["sh", "-c", command])
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_the_others_go_on_without_a_stopped_island_which_then_catches_up(world, 
         merges_by_time, results = [], []
         for step in range(1, 121):
             if step == 9 and islands.index == stopped and islands.island.rank == 0:
-                stop_this_process()
+                stop_this_process().wait(60)
             with model.minibatch():
                 if islands.island.rank == 0:
                     model(torch.eye(8)).sum().backward()
@@ -58,9 +60,7 @@ def test_the_others_go_on_without_a_stopped_island_which_then_catches_up(world, 
         assert len(set(totals)) == 1, totals
         times = world.gather_objects(merges_by_time)
         late, other = (times[index * num_ranks] for index in (stopped, (stopped + 1) % islands.size))
-        (began, before), (ended, _) = max(
-            ((a, b) for a, b in zip(late, late[1:], strict=False)), key=lambda pair: pair[1][0] - pair[0][0]
-        )
+        (began, before), (ended, _) = max(itertools.pairwise(late), key=lambda pair: pair[1][0] - pair[0][0])
         assert ended - began > STOPPED_S
         meanwhile = max(merges for when, merges in other if when < ended - 0.2)
         assert meanwhile - before > 3 * fragments, (before, meanwhile)
@@ -99,4 +99,35 @@ def test_differences_of_late_islands_are_not_lost(world, decisions):
             == pytest.approx(of_others[merge - 1][0] + (1 + 1 + weight * num_steps) / (1 + 1 + weight))
         )
         assert of_others[merge - 1][0] == pytest.approx(of_others[merge - 2][0] + 1), "without the late island"
+        loop.free()
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(3, 4)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(3))
+def test_islands_that_stop_at_random_moments_agree(world, decisions, seed):
+    """Each merge checks that its islands have the same outer parameters. With 4 ranks, two islands may merge apart."""
+    draw = random.Random(1000 * seed + world.rank)
+    with linear_islands(world, 1) as (islands, model, optimizer):
+        schedule = {"sync_every": 3, "fragments": [1, 3, 3][seed], "delay": [1, 0, 0][seed]}
+        wire = {"wire": "e3m0", "error_feedback": True} if seed == 1 else {}
+        loop = DiLoCo(islands, model, **schedule, **wire, local_share=0.5, quorum=Quorum(2, 0.005, decisions))
+        stops, late = [], 0
+        for step in range(1, 301):
+            if draw.random() < 0.06:
+                stops.append(stop_this_process(draw.uniform(0.01, 0.2), draw.uniform(0, 0.03)))
+            with model.minibatch():
+                (model(torch.eye(8)).sum() * draw.random()).backward()
+            optimizer.step()
+            result = loop.step(draw.randint(0, 3))
+            late += result.late_islands if result else 0
+            if step == 300:
+                loop.finish()
+            model.publish()
+        for each in stops:
+            each.wait(60)
+        values = world.gather_objects((model.state_dict()["weight"].sum().item(), loop.num_merges))
+        assert len(set(values)) == 1, values
+        assert max(world.gather_objects(late)) > 10
         loop.free()
