@@ -12,6 +12,7 @@ from test_diloco import linear_islands
 
 from odc_mpi import DiLoCo
 from odc_mpi.islands.quorum import Quorum
+from odc_mpi.runtime.deadline import wait_until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
 
@@ -75,30 +76,34 @@ def test_the_others_go_on_without_a_stopped_island_which_then_catches_up(world, 
 def test_differences_of_late_islands_are_not_lost(world, decisions):
     """What an island learned while it was late enters its next merge, with a weight that falls with its lag."""
     with linear_islands(world, 1) as (islands, model, optimizer):
-        loop = DiLoCo(islands, model, sync_every=1, learning_rate=1.0, momentum=0.0, quorum=Quorum(2, 0.1, decisions))
-        merges, num_steps = {0: (0.0, 0, 0)}, 0
-        for step in range(1, 41):
-            time.sleep(1.0 if islands.index == 2 and step == 5 else 0.02)
+        settings = {"learning_rate": 1.0, "momentum": 0.0, "norm_limit": 0.0}
+        loop = DiLoCo(islands, model, sync_every=1, **settings, quorum=Quorum(2, 0.1, decisions))
+        is_late, ends, values, num_steps, lag = islands.index == 2, False, {}, 0, 0
+        for step in itertools.count(1):
+            if is_late and step == 5:
+                assert wait_until((decisions / "continue").exists, patience_s=60)
+            if islands.index == 0 and step == 20:
+                (decisions / "continue").touch()
             with model.minibatch():
-                (-model(torch.eye(8)).sum()).backward()
+                (-(3 if is_late else 1) * model(torch.eye(8)).sum()).backward()
             optimizer.step()
             result, num_steps = loop.step(1), num_steps + 1
-            if step == 40:
+            values[loop.num_merges] = model.shard_parameters()[0][0].item()
+            if result:
+                lag, ends = result.lag, result.lag > 0 if is_late else step >= 20 and result.late_islands == 0
+            if ends:
+                last = loop.num_merges
                 loop.finish()
             model.publish()
-            if result and step < 40:
-                merges[loop.num_merges] = model.state_dict()["weight"][0, 0].item(), result.lag, num_steps
-                num_steps = 0
-        of_others, _, of_late = world.gather_objects(merges)
-        merge, (value, lag, num_steps) = max(of_late.items(), key=lambda item: item[1][1])
-        assert lag > 10, of_late
+            if ends:
+                break
+            num_steps = num_steps if result is None else 0
+        others, _, (_, merge, lag, num_steps) = world.gather_objects((values, last, lag, num_steps))
         weight = num_steps * (1 + lag) ** -0.5
-        assert (
-            value
-            == of_others[merge][0]
-            == pytest.approx(of_others[merge - 1][0] + (1 + 1 + weight * num_steps) / (1 + 1 + weight))
-        )
-        assert of_others[merge - 1][0] == pytest.approx(of_others[merge - 2][0] + 1), "without the late island"
+        assert lag > 10 and merge == last and values[last] == others[0][merge]
+        assert others[0][merge - 1] == pytest.approx(others[0][merge - 2] + 1), "without the late island"
+        wanted = others[0][merge - 1] + (1 + 1 + weight * 3 * num_steps) / (1 + 1 + weight)
+        assert others[0][merge] == pytest.approx(wanted)
         loop.free()
 
 
