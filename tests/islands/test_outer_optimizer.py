@@ -120,3 +120,20 @@ def test_a_difference_that_is_not_finite_does_not_stay_in_the_residual():
 def test_weights_sum_to_1_or_are_all_0():
     assert normalized([3.0, 0.0, 1.0]) == [0.75, 0.0, 0.25]
     assert normalized([0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
+
+
+def test_an_island_that_was_late_keeps_its_difference_and_what_it_did_not_send():
+    local = torch.nn.Parameter(torch.zeros(32))
+    optimizer = optimizer_of(local, "int8", error_feedback=True)
+    local.data[:] = torch.linspace(-1.0, 1.0, 32)
+    optimizer.encode(0)
+    before = [each.clone() for each in optimizer.residuals]
+    local.data[0] = 3.1
+    optimizer.encode(0)
+    assert not torch.equal(optimizer.residuals[0], before[0])
+    optimizer.take_back(0)
+    assert torch.equal(optimizer.residuals[0], before[0])
+    difference = optimizer.outer[0] - local
+    optimizer.catch_up([torch.full((32,), 8.0)], [torch.full((32,), 2.0)])
+    assert torch.equal(optimizer.outer[0] - local, difference)
+    assert optimizer.outer[0].eq(8).all() and optimizer.velocities[0].eq(2).all()
