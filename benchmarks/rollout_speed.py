@@ -29,8 +29,8 @@ from rollout_schedules import RolloutScenario, SimulatedRollouts, add_options, b
 from stale_rollouts import RolloutWork, StaleRollouts
 from typing_extensions import override
 
-from odc_mpi.data.groups import PromptGroup
 from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.data.prompt_group import PromptGroup
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.decode import PromptBatch
 from odc_mpi.rollout.sampling import PromptCompletions

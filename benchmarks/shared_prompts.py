@@ -29,7 +29,8 @@ import torch
 from measure import header, interleaved, ratio, slowest_s
 
 from odc_mpi.api import shard_model
-from odc_mpi.data.groups import Answer, GroupMicrobatch, PromptGroup, group_microbatches
+from odc_mpi.data.groups import GroupMicrobatch, group_microbatches
+from odc_mpi.data.prompt_group import Answer, PromptGroup
 from odc_mpi.models.build import from_config
 from odc_mpi.models.token_logps import TokenLogps, TokenScores
 from odc_mpi.runtime.memory import peak_resident_bytes
@@ -53,8 +54,7 @@ DEFAULTS = {
 }
 #: The optimizer's steps are small, so that the losses of both ways stay comparable.
 LEARNING_RATE = 1e-6
-#: Largest relative difference of losses. Sums are rounded in another order.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # largest relative difference of losses, since sums are rounded in another order
 
 
 @dataclass(frozen=True)

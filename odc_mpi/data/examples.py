@@ -1,5 +1,6 @@
 """Training examples: texts, conversations, pairs of answers, and answers with labels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,41 +68,30 @@ Example = PromptCompletion | Conversation
 
 
 @dataclass(frozen=True)
-class PreferencePair:
-    """Two answers to the same prompt, stored as two examples that each consist of the prompt and one answer.
+class ExampleGroup:
+    """Answers to one prompt: a chosen and a rejected answer, or one answer with a label.
 
-    If there is no prompt, the text that both completions begin with serves as the prompt.
+    If a pair has no prompt, the text that both completions begin with serves as the prompt.
+
+    Attributes:
+        examples: For each answer, an example that consists of the prompt and the answer.
+        label: True if the answer is desirable, False if it is not, None for a pair.
     """
 
-    kind: ClassVar[Kind] = "pairs"
-    chosen: Example
-    rejected: Example
+    examples: Sequence[Example]
+    label: bool | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the data sets that contain such groups."""
+        return "pairs" if self.label is None else "labels"
 
     @property
     def location(self) -> str:
         """File and line of the record, for error messages."""
-        return self.chosen.location
+        return self.examples[0].location
 
     @property
     def has_loss(self) -> bool:
-        """True if the model is trained on both answers."""
-        return self.chosen.has_loss and self.rejected.has_loss
-
-
-@dataclass(frozen=True)
-class LabeledAnswer:
-    """A prompt with one answer, and whether the answer is desirable. `answer` contains the prompt."""
-
-    kind: ClassVar[Kind] = "labels"
-    answer: Example
-    is_desirable: bool
-
-    @property
-    def location(self) -> str:
-        """File and line of the record, for error messages."""
-        return self.answer.location
-
-    @property
-    def has_loss(self) -> bool:
-        """True if the answer is not empty."""
-        return self.answer.has_loss
+        """True if the model is trained on all answers."""
+        return all(example.has_loss for example in self.examples)

@@ -25,7 +25,7 @@ from odc_mpi.data.dataset.format import Kind, vocabulary_digest
 from odc_mpi.data.dataset.reader import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encoding.blocks import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import LabeledAnswer, PreferencePair, PromptCompletion
+from odc_mpi.data.examples import ExampleGroup, PromptCompletion
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.records.block import Block
@@ -291,11 +291,7 @@ class _Reader:
                 except InvalidRecordError as error:
                     _check_skipped(str(error), self._options)
                     continue
-                if isinstance(example, PreferencePair):
-                    answers = [example.chosen, example.rejected]
-                else:
-                    answers = [example.answer if isinstance(example, LabeledAnswer) else example]
-                for each in answers:
+                for each in example.examples if isinstance(example, ExampleGroup) else [example]:
                     if isinstance(each, PromptCompletion):
                         yield from (each.prompt, each.completion)
                     else:

@@ -9,7 +9,7 @@ from pair_files import write_pairs
 from user_errors import refused
 
 from odc_mpi.data.dataset import writer as module
-from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts, content_digest
+from odc_mpi.data.dataset.format import COLUMNS, DamagedDatasetError, content_digest
 from odc_mpi.data.dataset.reader import Dataset, find_counts, read_tokenizer_files, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
@@ -43,7 +43,7 @@ def test_round_trip(tmp_path, monkeypatch, buffered):
     assert writer.num_trained_tokens == sum(int(mask[1:].sum()) for _, mask in sequences)
 
 
-@pytest.mark.parametrize("names", [*([name] for name in PairCounts._fields), PairCounts._fields])
+@pytest.mark.parametrize("names", [*([name] for name in COLUMNS["pairs"]), COLUMNS["pairs"]])
 def test_pairs_round_trip_and_changed_or_removed_ones_are_damage(tmp_path, names):
     write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
     with Dataset(tmp_path / "pairs.h5") as dataset:
@@ -275,7 +275,7 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, seed):
     files = {"tokenizer.json": b"{}" * 100, "merges.txt": b"a b"}
     with DatasetWriter(path, vocab_size=90, tokenizer="t", source="s", tokenizer_files=files) as writer:
         for length in rng.integers(3, 90, 12):
-            pair = PairCounts(1, length - 2, length - 2) if seed % 2 else None
+            pair = dict(zip(COLUMNS["pairs"], (1, length - 2, length - 2), strict=True)) if seed % 2 else None
             writer.append(rng.integers(0, 90, length, dtype=np.uint32), np.ones(length, dtype=bool), pair)
         # As an attribute of more than 4 KiB, it would have no checksum.
         writer.set_attributes(request="r", report=json.dumps({"lines": ["x" * 100] * 60}), sources="s", more=1, last=2)
@@ -283,7 +283,7 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, seed):
     content, expected, num_refused = path.read_bytes(), everything(path), 0
     positions = list(rng.choice(len(content), 200, replace=False))
     with h5py.File(path) as file:
-        for name in PairCounts._fields if seed % 2 else ():
+        for name in COLUMNS["pairs"] if seed % 2 else ():
             positions += list(file[name].id.get_chunk_info(0).byte_offset + rng.choice(12 * 4, 5, replace=False))
     for position in positions:
         flipped = bytearray(content)

@@ -10,8 +10,9 @@ from record_files import write_lines
 from user_errors import refused
 
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.groups import PromptGroup, group_microbatches
+from odc_mpi.data.groups import group_microbatches
 from odc_mpi.data.prompt_dataset import PromptDataset
+from odc_mpi.data.prompt_group import PromptGroup
 
 CHAT = {"messages": [{"role": "user", "content": "7 8"}, {"role": "assistant", "content": "9"}], "answer": "9"}
 TEXT = {"prompt": "1 2 3", "answer": "6", "level": 2, "completion": "x"}

@@ -105,7 +105,7 @@ def test_plain_texts_can_be_split(prepared):
 def test_each_part_of_a_split_text_begins_with_bos(adds_bos):
     """Or else with the last token of the previous part, which has no loss there."""
     counts, tokens = FilterCounts(), np.arange(8, dtype=np.uint32)
-    text = Encoded(tokens, tokens >= adds_bos, is_plain_text=True, starts_with_bos=adds_bos)
+    text = Encoded.sequence(tokens, tokens >= adds_bos, is_plain_text=True, starts_with_bos=adds_bos)
     parts = list(_fit(text, SequenceFilter(4, "split"), counts))
     expected = [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7]] if adds_bos else [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]]
     assert [part.tokens.tolist() for part in parts] == expected
@@ -115,7 +115,9 @@ def test_each_part_of_a_split_text_begins_with_bos(adds_bos):
 def test_what_only_the_first_token_would_teach_is_dropped():
     counts, tokens = FilterCounts(), np.arange(3, dtype=np.uint32)
     for last in (False, True):
-        assert len(list(_fit(Encoded(tokens, np.array([True, False, last])), SequenceFilter(), counts))) == last
+        assert (
+            len(list(_fit(Encoded.sequence(tokens, np.array([True, False, last])), SequenceFilter(), counts))) == last
+        )
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from odc_mpi.data.dataset.format import LabelColumns, PairCounts
+from odc_mpi.data.dataset.format import COLUMNS
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.groups import Answer, PromptGroup
+from odc_mpi.data.prompt_group import Answer, PromptGroup
 
 
 def write_pairs(path, counts, vocab_size=64, seed=0):
@@ -17,7 +17,7 @@ def write_pairs(path, counts, vocab_size=64, seed=0):
     with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="random") as writer:
         for num_prompt, num_chosen, num_rejected in counts:
             tokens = rng.integers(1, vocab_size, num_prompt + num_chosen + num_rejected).astype(np.uint32)
-            pair = PairCounts(num_prompt, num_chosen, num_chosen)
+            pair = dict(zip(COLUMNS["pairs"], (num_prompt, num_chosen, num_chosen), strict=True))
             writer.append(tokens, np.arange(len(tokens)) >= num_prompt, pair)
 
 
@@ -27,7 +27,8 @@ def write_labeled(path, counts, vocab_size=64, seed=0):
     with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="random") as writer:
         for i, (num_prompt, num_answer) in enumerate(counts):
             tokens = rng.integers(1, vocab_size, num_prompt + num_answer).astype(np.uint32)
-            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, LabelColumns(num_prompt, int(i % 3 > 0)))
+            columns = {"num_prompt_tokens": num_prompt, "label": int(i % 3 > 0)}
+            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, columns)
 
 
 def answer_rows(dataset, indices):

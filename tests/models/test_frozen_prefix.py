@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 from user_errors import refused
 
 from odc_mpi.data.dataset.hidden_states import HiddenStates
-from odc_mpi.data.groups import Answer, PromptGroup, pack_groups
+from odc_mpi.data.groups import pack_groups
 from odc_mpi.data.microbatch import packed_inputs
+from odc_mpi.data.prompt_group import Answer, PromptGroup
 from odc_mpi.models.frozen_prefix import FrozenPrefix, Prefix, decoder_layers, find_prefix
 
 

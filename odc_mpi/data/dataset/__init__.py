@@ -11,8 +11,8 @@
 | `tokenizer/PATH`     | uint8  | [num_bytes]  | each file of the tokenizer, by its path in the tokenizer's directory  |
 
 There are n sequences. In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected
-answer, and there is another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is
-never predicted, so it does not contribute to the loss.
+answer. For pairs and labels, there is another dataset, int32 [n], for each name in `format.COLUMNS`. The first token of
+a sequence is never predicted, so it does not contribute to the loss.
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from zlib import crc32
 
 import h5py
@@ -30,34 +30,17 @@ TYPES = {
 }
 
 
-class PairCounts(NamedTuple):
-    """Numbers of tokens in a pair, which consists of a prompt, a chosen answer and a rejected answer.
-
-    Each of the three parts has at least one token, and each answer has at least one loss token. All tokens after the
-    prompt and the chosen answer belong to the rejected answer.
-    """
-
-    num_prompt_tokens: int
-    num_chosen_tokens: int
-    num_chosen_loss_tokens: int
-
-
-class LabelColumns(NamedTuple):
-    """Columns of a sequence that consists of a prompt and one answer with a label, each with at least one token.
-
-    `label` is 1 if the answer is desirable, and 0 if it is not. The answer begins with the first loss token.
-    """
-
-    num_prompt_tokens: int
-    label: int
-
-
 #: Kinds of data sets that `prepare` writes: plain sequences, pairs of answers, and answers with labels.
 Kind = Literal["sequences", "pairs", "labels"]
 #: Plural noun for the contents of data sets of each kind.
 UNITS: dict[Kind, str] = {"sequences": "sequences", "pairs": "pairs", "labels": "labeled answers"}
-#: Columns of data sets of each kind, HDF5 datasets of type int32 with a number per sequence.
-COLUMNS: dict[Kind, tuple[str, ...]] = {"sequences": (), "pairs": PairCounts._fields, "labels": LabelColumns._fields}
+#: Columns of data sets of each kind, HDF5 datasets of type int32 with a number per sequence. Prompts and answers have
+#: at least one token, and each answer of a pair at least one loss token. An answer with a label begins with one.
+COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "sequences": (),
+    "pairs": ("num_prompt_tokens", "num_chosen_tokens", "num_chosen_loss_tokens"),
+    "labels": ("num_prompt_tokens", "label"),  # 1 if the answer is desirable, and 0 if it is not
+}
 
 
 class DamagedDatasetError(UserError):

@@ -42,7 +42,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         lengths: Number of tokens in each sequence, int64 [n].
         num_trained_tokens: Number of loss tokens in each sequence, not counting its first token, int64 [n].
         kind: What the sequences are: plain sequences, pairs, or prompts with an answer and its label.
-        columns: Columns of this kind, int64 [n] each, keyed by the fields of `PairCounts` or `LabelColumns`.
+        columns: Columns of this kind, int64 [n] each, keyed by the names in `COLUMNS`.
         vocab_size: Number of tokens in the tokenizer's vocabulary.
         max_token_id: Largest token ID in the file. The model's embedding must have more rows than this.
         vocabulary: Digest of the tokenizer's vocabulary (see `vocabulary_digest`); empty if unknown.

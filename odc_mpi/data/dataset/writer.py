@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import (
     CHUNK,
+    COLUMNS,
     FORMAT,
     REPORT,
     TOKENIZER_GROUP,
     TYPES,
     VERSION,
     Kind,
-    LabelColumns,
-    PairCounts,
     content_digest,
     encode_text,
     sequence_checksum,
@@ -79,29 +78,31 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self,
         tokens: npt.NDArray[np.uint32],
         loss_mask: npt.NDArray[np.bool_],
-        columns: PairCounts | LabelColumns | None = None,
+        columns: Mapping[str, int] | None = None,
     ) -> None:
         """Append a sequence, given its tokens, uint32 [length], and its loss mask, bool [length].
 
-        At least one token after the first must be a loss token. All sequences must have the same kind of `columns`.
+        At least one token after the first must be a loss token. `columns` has the same names, those of one kind in
+        `COLUMNS`, for all sequences.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
-        if columns is not None and not self.num_sequences:
-            self.kind = "pairs" if isinstance(columns, PairCounts) else "labels"
-            for name in columns._fields:
+        columns = columns or {}
+        if not self.num_sequences:
+            self.kind = next(kind for kind, names in COLUMNS.items() if names == tuple(columns))
+            for name in columns:
                 self._create(name, np.empty(0, dtype=np.int32))
                 self._buffers[name] = []
         self.num_sequences += 1
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
-        self.num_prompt_tokens += columns.num_prompt_tokens if isinstance(columns, PairCounts) else 0
-        self.num_desirable += columns.label if isinstance(columns, LabelColumns) else 0
+        self.num_prompt_tokens += columns["num_prompt_tokens"] if self.kind == "pairs" else 0
+        self.num_desirable += columns.get("label", 0)
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)
         numbers = self.num_tokens, num_trained, sequence_checksum(*stored)
-        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in (*numbers, *(columns or ())))]
+        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in (*numbers, *columns.values()))]
         for name, values in zip(self._buffers, arrays, strict=True):
             self._buffers[name].append(values)
         self._num_buffered += len(tokens)

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from odc_mpi.data.chat.templates import SplitTurns
 from odc_mpi.data.dataset.format import Kind
 from odc_mpi.data.encoding.encode import Encoded, encode
-from odc_mpi.data.encoding.pairs import encode_labeled, encode_pairs
-from odc_mpi.data.examples import Example, LabeledAnswer, PreferencePair
+from odc_mpi.data.encoding.groups import encode_groups
+from odc_mpi.data.examples import Example, ExampleGroup
 from odc_mpi.data.records.block import Block, to_record
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example
@@ -106,7 +106,7 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
     counts = FilterCounts()
     invalid: dict[int, str] = {}
-    examples: dict[int, Example | PreferencePair | LabeledAnswer] = {}
+    examples: dict[int, Example | ExampleGroup] = {}
     kinds: dict[Kind, str] = {}
     ignored: dict[int, list[str]] = {}
     for i, (location, value) in enumerate(block.records()):
@@ -124,12 +124,9 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
     if len(kinds) > 1:
         examples.clear()
-    encoders: dict[Kind, _EncodeFn] = {
-        "sequences": partial(encode, tokenizer, split_turns=sequence_filter.split_turns),
-        "pairs": partial(encode_pairs, tokenizer),
-        "labels": partial(encode_labeled, tokenizer),
-    }
-    encode_batch = encoders[next(iter(kinds), "sequences")]
+    encode_batch: _EncodeFn = partial(encode_groups, tokenizer)
+    if "sequences" in kinds:
+        encode_batch = partial(encode, tokenizer, split_turns=sequence_filter.split_turns)
     notes: Counter[str] = Counter()
     for i, parts in _encode_all(encode_batch, examples, invalid):
         fields_of_record = (f"ignored: `{name}`" for name in ignored[i])
@@ -168,14 +165,14 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
     is_lost = sequence_filter.overlong == "drop" or (sequence.has_loss and not fitting[0].has_loss)
     if sequence.length > limit and is_lost:
         counts.num_dropped += 1
-        counts.num_dropped_tokens += len(sequence.tokens)
+        counts.num_dropped_tokens += sequence.num_tokens
         return
     if sequence.length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
         fitting = _split(sequence.tokens, starts_with_bos=sequence.starts_with_bos, limit=limit)
         counts.num_split += 1
     elif sequence.length > limit:
         counts.num_truncated += 1
-        counts.num_truncated_tokens += len(sequence.tokens) - len(fitting[0].tokens)
+        counts.num_truncated_tokens += sequence.num_tokens - fitting[0].num_tokens
     for each in fitting:
         if each.has_loss:
             yield each
@@ -192,7 +189,7 @@ def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int)
         np.concatenate([tokens[:1] if starts_with_bos else tokens[i - 1 : i], tokens[i : i + limit - 1]])
         for i in range(1, len(tokens), limit - 1)
     ]
-    return [Encoded(part, np.arange(len(part)) > 0) for part in parts]
+    return [Encoded.sequence(part, np.arange(len(part)) > 0) for part in parts]
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:

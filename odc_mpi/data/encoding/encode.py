@@ -11,49 +11,82 @@ import numpy.typing as npt
 
 from odc_mpi.data.chat.checks import CharSpan, Rendered, find_ignored
 from odc_mpi.data.chat.templates import ChatRenderer, SplitTurns
-from odc_mpi.data.dataset.format import LabelColumns, PairCounts
 from odc_mpi.data.encoding.boundaries import tokenize_pairs, tokenize_texts
 from odc_mpi.data.examples import Conversation, Example, PromptCompletion
+from odc_mpi.data.prompt_group import Answer, PromptGroup
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.errors import UserError
 
 _OWN_SPECIAL = "bos or eos token in the text, and therefore not added again,"
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A tokenized sequence.
+@dataclass(frozen=True, kw_only=True)
+class Encoded(PromptGroup):
+    """A tokenized example: a prompt with its answers, or a sequence, which is an answer without a prompt.
 
     Attributes:
-        tokens: Tokens of the sequence, uint32 [length].
-        loss_mask: True for each loss token, bool [length].
         is_plain_text: True if the sequence is text without a prompt, which may be split into several sequences.
         starts_with_bos: True if the tokenizer begins plain text with the bos token.
-        notes: What the report of `prepare` says about the example of the sequence, such as "ignored: `topic`". The
-            report counts the examples with each note.
-        columns: Columns of a pair of answers or of an answer with a label; None for other sequences.
+        notes: What the report of `prepare` says about the example, such as "ignored: `topic`". The report counts the
+            examples with each note.
     """
 
-    tokens: npt.NDArray[np.uint32]
-    loss_mask: npt.NDArray[np.bool_]
+    index: int = -1  # in no data set yet
     is_plain_text: bool = False
     starts_with_bos: bool = False
     notes: tuple[str, ...] = ()
-    columns: PairCounts | LabelColumns | None = None
+
+    @classmethod
+    def sequence(cls, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], **details: Any) -> "Encoded":
+        """Return a sequence, given its tokens and loss mask `[length]`, and other attributes."""
+        return cls(tokens[:0], [Answer(tokens, loss_mask)], **details)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """Tokens of the prompt and all answers, concatenated as in a data set."""
+        return np.concatenate([self.prompt, *(answer.tokens for answer in self.answers)])
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """True for each loss token in `tokens`."""
+        return np.concatenate([np.zeros(len(self.prompt), np.bool_), *(answer.loss_mask for answer in self.answers)])
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """Columns of the example in a data set, named as in `COLUMNS`."""
+        first, num_prompt = self.answers[0], {"num_prompt_tokens": len(self.prompt)}
+        if first.columns:
+            return num_prompt | {"label": int(first.columns["label"])}
+        if len(self.answers) == 1:
+            return {}
+        num_loss = int(first.loss_mask.sum())
+        return num_prompt | {"num_chosen_tokens": len(first.tokens), "num_chosen_loss_tokens": num_loss}
 
     @property
     def length(self) -> int:
-        """Number of tokens that count toward `--max-length`."""
-        return len(self.tokens)
+        """Number of tokens that count toward `--max-length`: those of the prompt and the longest answer."""
+        return len(self.prompt) + max(len(answer.tokens) for answer in self.answers)
 
     @property
     def has_loss(self) -> bool:
-        """True if any token after the first is a loss token."""
-        return bool(self.loss_mask[1:].any())
+        """True if each answer has a loss token that is not the first token of all, and no two answers are equal."""
+        begin = 0 if len(self.prompt) else 1
+        all_trained = all(answer.loss_mask[begin:].any() for answer in self.answers)
+        return all_trained and len({answer.tokens.tobytes() for answer in self.answers}) == len(self.answers)
 
     def truncate(self, length: int | None) -> "Encoded":
-        """Return a sequence of the first `length` tokens, or of all tokens if `length` is None."""
-        return replace(self, tokens=self.tokens[:length], loss_mask=self.loss_mask[:length])
+        """Return the example with at most `length` tokens in the prompt plus any answer, or all if `length` is None.
+
+        Tokens after the last loss token of each answer of a pair are also removed.
+        """
+        rest = None if length is None else max(0, length - len(self.prompt))
+        answers = [answer.part(None, rest) for answer in self.answers]
+        return replace(self, prompt=self.prompt[:length], answers=answers if len(answers) == 1 else trimmed(answers))
+
+
+def trimmed(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the answers without the tokens after their last loss token, since these do not affect the loss."""
+    return [each.part(None, int(np.flatnonzero(each.loss_mask).max(initial=-1)) + 1) for each in answers]
 
 
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
@@ -87,7 +120,8 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
         tokens = np.array([*begin, *prompt, *completion, *end], dtype=np.uint32)
         mask = np.arange(len(tokens)) >= len(begin) + len(prompt)
         notes = (_OWN_SPECIAL,) if has_start or has_end else ()
-        encoded.append([Encoded(tokens, mask, not prompt, bool(start), notes)])
+        details = {"is_plain_text": not prompt, "starts_with_bos": bool(start), "notes": notes}
+        encoded.append([Encoded.sequence(tokens, mask, **details)])
     return encoded
 
 
@@ -145,7 +179,7 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
     tokenized = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
     return [
         [
-            Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, each.spans), notes=each.notes)
+            Encoded.sequence(np.array(ids, dtype=np.uint32), _mask(offsets, each.spans), notes=each.notes)
             for each, (ids, offsets) in zip(examples, tokenized, strict=False)
         ]
         for examples in rendered

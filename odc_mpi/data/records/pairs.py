@@ -1,29 +1,28 @@
 """Conversion of records with two answers to pairs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_mpi.data.examples import Conversation, Example, PreferencePair, PromptCompletion
+from odc_mpi.data.examples import Conversation, Example, ExampleGroup, PromptCompletion
 from odc_mpi.data.records.conversations import conversation, is_chat, refuse_fields_beside, turns
 from odc_mpi.data.records.fields import InvalidRecordError, text_field
 from odc_mpi.data.records.schema import ANSWERS
 
 
-def preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> PreferencePair:
+def preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> ExampleGroup:
     """Return a pair of answers. `prompt` is the field with the prompt, or "chosen" if both answers begin with it."""
     are_texts = all(isinstance(record[name], str) for name in (prompt, *ANSWERS))
-    chosen: Example
-    rejected: Example
+    sides: Sequence[Example]
     if are_texts and (prompt == "chosen" or (prompt == "prompt" and not is_chat(record))):
         refuse_fields_beside(record, "texts without it", "the field 'prompt'", location)
         context = text_field(record, "prompt", location) if prompt == "prompt" else ""
-        chosen, rejected = (PromptCompletion(location, context, text_field(record, name, location)) for name in ANSWERS)
+        sides = [PromptCompletion(location, context, text_field(record, name, location)) for name in ANSWERS]
     else:
-        chosen, rejected = _pair_of_conversations(record, prompt, location)
-    for name, side in zip(ANSWERS, (chosen, rejected), strict=True):
+        sides = _pair_of_conversations(record, prompt, location)
+    for name, side in zip(ANSWERS, sides, strict=True):
         if not side.has_loss:
             raise InvalidRecordError(f"{location}: expected an answer with text in {name!r}, got none")
-    return PreferencePair(chosen, rejected)
+    return ExampleGroup(sides)
 
 
 def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:

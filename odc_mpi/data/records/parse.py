@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from odc_mpi.data.examples import Example, LabeledAnswer, PreferencePair, PromptCompletion
+from odc_mpi.data.examples import Example, ExampleGroup, PromptCompletion
 from odc_mpi.data.records.block import to_record
 from odc_mpi.data.records.conversations import conversation, is_chat, refuse_fields_beside, turns
 from odc_mpi.data.records.fields import InvalidRecordError, field_names, text_field
@@ -17,9 +17,7 @@ from odc_mpi.data.records.schema import WITH_MESSAGES, Columns, check_loss_field
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
-def parse_example(
-    value: Any, location: str, columns: Columns | None = None
-) -> Example | PreferencePair | LabeledAnswer:
+def parse_example(value: Any, location: str, columns: Columns | None = None) -> Example | ExampleGroup:
     """Return the example, pair or labeled answer that a record contains, given its value and location in a `Block`.
 
     The epilog of `odc-mpi prepare --help` lists the formats. The first one whose fields are all present is used. Raises
@@ -39,7 +37,7 @@ def parse_example(
     if required:
         example = _prompt_and_answer(record, location, *required)
         label = read_label(record) if required == ("prompt", "completion") else None
-        return example if label is None else LabeledAnswer(example, label)
+        return example if label is None else ExampleGroup([example], label)
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
         f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "

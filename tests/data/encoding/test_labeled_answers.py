@@ -7,12 +7,12 @@ from user_errors import refused
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
-from odc_mpi.data.dataset.format import DamagedDatasetError, LabelColumns
+from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
-from odc_mpi.data.examples import Conversation, LabeledAnswer, PromptCompletion
-from odc_mpi.data.groups import read_group
+from odc_mpi.data.examples import Conversation, ExampleGroup, PromptCompletion
 from odc_mpi.data.prepare import PrepareOptions
+from odc_mpi.data.prompt_group import read_group
 from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.records.schema import ignored_fields
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -27,9 +27,9 @@ CHAT = {
 def test_a_boolean_label_makes_an_answer_with_a_label(label):
     wanted = label in (True, "True")
     example = parse_example({"prompt": "a ", "completion": "b", "label": label}, "here")
-    assert example == LabeledAnswer(PromptCompletion("here", "a ", "b"), wanted)
+    assert example == ExampleGroup([PromptCompletion("here", "a ", "b")], wanted)
     example = parse_example(CHAT | {"label": label, "tools": []}, "here")
-    assert isinstance(example.answer, Conversation) and example.is_desirable is wanted and example.has_loss
+    assert isinstance(example.examples[0], Conversation) and example.label is wanted and example.has_loss
     assert ignored_fields({"prompt": "a ", "completion": "b", "label": label, "x": 1}, {}) == ["x"]
 
 
@@ -43,7 +43,7 @@ def test_another_label_is_ignored_and_reported(label):
 def test_the_label_may_have_another_name():
     record = {"question": "a ", "answer": "b", "good": False}
     columns = {"prompt": "question", "completion": "answer", "label": "good"}
-    assert parse_example(record, "here", columns) == LabeledAnswer(PromptCompletion("here", "a ", "b"), False)
+    assert parse_example(record, "here", columns) == ExampleGroup([PromptCompletion("here", "a ", "b")], False)
     assert ignored_fields(record, columns) == []
 
 
@@ -72,6 +72,7 @@ def test_a_prepared_data_set_has_prompts_and_labels(labeled):
         assert "labeled answers" in verify_dataset(path)
         with Dataset(path) as dataset:
             assert dataset.kind == "labels"
+            assert path == report.eval_path or report.num_desirable == dataset.columns["label"].sum()
             for i in range(len(dataset)):
                 group = read_group(dataset, i)
                 [answer] = group.answers
@@ -133,9 +134,10 @@ def test_records_without_a_prompt_or_an_answer(tmp_path, labeled, record, words)
     refused(words, module.prepare, [source], tmp_path / "a.h5", PrepareOptions(tokenizer=labeled[1].path))
 
 
-@pytest.mark.parametrize("columns", [LabelColumns(4, 1), LabelColumns(0, 1), LabelColumns(2, 2)], ids=str)
-def test_a_damaged_column_is_found(tmp_path, columns):
+@pytest.mark.parametrize(("num_prompt", "label"), [(4, 1), (0, 1), (2, 2)])
+def test_a_damaged_column_is_found(tmp_path, num_prompt, label):
     with DatasetWriter(tmp_path / "a.h5", vocab_size=9, tokenizer="t", source="s") as writer:
+        columns = {"num_prompt_tokens": num_prompt, "label": label}
         writer.append(np.arange(4, dtype=np.uint32), np.arange(4) > 1, columns)
     with pytest.raises(DamagedDatasetError):
         Dataset(tmp_path / "a.h5")

@@ -7,14 +7,13 @@ import json
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from published_templates import TEXT_TEMPLATES, with_published_template
 from tiny_tokenizers import BOS, EOS, KINDS, TURN, tiny_tokenizer
 from tokenizers import processors
 
 from odc_mpi.data.encoding.encode import encode, encode_prompts
-from odc_mpi.data.encoding.pairs import encode_pairs
+from odc_mpi.data.encoding.groups import encode_groups
 from odc_mpi.data.records.parse import parse_example
 
 pytestmark = [
@@ -85,10 +84,8 @@ def test_pairs_and_texts(kind):
         for completion, (tokens, _) in zip(COMPLETIONS[1:], sides[1:], strict=True):
             if tokens != sides[0][0]:  # "me" and " me" after a special token
                 example = parse_example({"prompt": prompt, "chosen": COMPLETIONS[0], "rejected": completion}, "here")
-                [[pair]] = encode_pairs(tokenizer, [example])
-                num_prompt, num_chosen, _ = pair.columns
-                prompt_ids, chosen, rejected = np.split(pair.tokens, [num_prompt, num_prompt + num_chosen])
-                assert [[*prompt_ids, *chosen], [*prompt_ids, *rejected]] == [sides[0][0], tokens]
+                [[pair]] = encode_groups(tokenizer, [example])
+                assert sides_of(pair)[:2] == [sides[0][0], tokens]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,14 +122,13 @@ def prepare_with_trl(tokenizer, records, max_length=None):
 
 def encode_records(tokenizer, records, max_length=None):
     """The same of our pairs."""
-    encoded = encode_pairs(tokenizer, [parse_example(record, "here") for record in records])
-    return [sides(pair) for [each] in encoded if (pair := each.truncate(max_length)).has_loss]
+    encoded = encode_groups(tokenizer, [parse_example(record, "here") for record in records])
+    return [sides_of(pair) for [each] in encoded if (pair := each.truncate(max_length)).has_loss]
 
 
-def sides(pair):
-    num_prompt, num_chosen, _ = pair.columns
-    parts = [np.split(array, [num_prompt, num_prompt + num_chosen]) for array in (pair.tokens, pair.loss_mask)]
-    return [[*prompt.tolist(), *answer.tolist()] for prompt, *answers in parts for answer in answers]
+def sides_of(pair):
+    tokens = [[*pair.prompt.tolist(), *answer.tokens.tolist()] for answer in pair.answers]
+    return [*tokens, *([False] * len(pair.prompt) + answer.loss_mask.tolist() for answer in pair.answers)]
 
 
 def assert_alike(tokenizer, records, max_length=None, reference=None):

@@ -10,7 +10,7 @@ from user_errors import refused, says
 from odc_mpi.cli import main as cli
 from odc_mpi.data import prepare as module
 from odc_mpi.data.dataset.reader import Dataset, verify_dataset
-from odc_mpi.data.encoding.pairs import encode_pairs
+from odc_mpi.data.encoding.groups import encode_groups
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path
 from odc_mpi.data.records.parse import parse_example
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -23,20 +23,16 @@ def prepare(source, out, **options):
 
 
 def encode_record(tokenizer, record):
-    [[pair]] = encode_pairs(tokenizer, [parse_example(record, "here")])
+    [[pair]] = encode_groups(tokenizer, [parse_example(record, "here")])
     return pair
 
 
 def decode(tokenizer, pair):
     """The texts of the prompt and of both answers, with the loss tokens of the answers in brackets."""
-    assert pair.columns is not None
-    num_prompt, num_chosen, num_chosen_loss = pair.columns
-    assert not pair.loss_mask[:num_prompt].any()
-    assert pair.loss_mask[num_prompt : num_prompt + num_chosen].sum() == num_chosen_loss
-    texts = []
-    for part in np.split(np.arange(len(pair.tokens)), [num_prompt, num_prompt + num_chosen]):
-        runs = np.split(part, 1 + np.flatnonzero(np.diff(pair.loss_mask[part])))
-        decoded = [(tokenizer.decode(pair.tokens[run]), pair.loss_mask[run[0]]) for run in runs]
+    texts = [tokenizer.decode(pair.prompt)]
+    for answer in pair.answers:
+        runs = np.split(np.arange(len(answer.tokens)), 1 + np.flatnonzero(np.diff(answer.loss_mask)))
+        decoded = [(tokenizer.decode(answer.tokens[run]), answer.loss_mask[run[0]]) for run in runs]
         texts.append("".join(f"[{text}]" if has_loss else text for text, has_loss in decoded))
     return texts
 
@@ -61,7 +57,11 @@ def test_the_parts_of_pairs_of_conversations(tokenizer):
     record = {"prompt": "a", "chosen": [turns[1], *chosen[2:4]], "rejected": "e"}
     between = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     answers = [f"[b<|im_end|>]{between}[d<|im_end|>]", "[e<|im_end|>]"]
-    assert decode(tokenizer, encode_record(tokenizer, record)) == [start, *answers]
+    pair = encode_record(tokenizer, record)
+    assert decode(tokenizer, pair) == [start, *answers]
+    # Nor has what truncation leaves of the user's message.
+    answers[0] = "[b<|im_end|>]"
+    assert decode(tokenizer, pair.truncate(pair.length - len(pair.answers[1].tokens))) == [start, *answers]
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,8 @@ MORE = [YES, {"role": "user", "content": "Why?"}, {"role": "assistant", "content
 
 def decoded(tokenizer, record):
     """Return the prompt, the chosen and the rejected answer as text."""
-    [[pair]] = encode_pairs(tokenizer, [parse_example(record, "here")])
-    num_prompt, num_chosen, _ = pair.columns
-    return [tokenizer.decode(part) for part in np.split(pair.tokens, [num_prompt, num_prompt + num_chosen])]
+    [[pair]] = encode_groups(tokenizer, [parse_example(record, "here")])
+    return [tokenizer.decode(part) for part in (pair.prompt, *(answer.tokens for answer in pair.answers))]
 
 
 @pytest.mark.parametrize("names", [("chosen", "rejected"), ("rejected", "chosen")])

@@ -5,7 +5,7 @@ import json
 import pytest
 from record_files import invalid
 
-from odc_mpi.data.examples import Conversation, PreferencePair, PromptCompletion
+from odc_mpi.data.examples import Conversation, ExampleGroup, PromptCompletion
 from odc_mpi.data.records.fields import InvalidRecordError
 from odc_mpi.data.records.parse import parse_example, parse_prompt
 from odc_mpi.data.records.schema import ignored_fields
@@ -215,7 +215,7 @@ AGAIN = {"role": "user", "content": "Again?"}
 
 def parse_pair(record, **columns):
     pair = parse_example(record, "here", columns)
-    assert isinstance(pair, PreferencePair) and pair.location == "here"
+    assert isinstance(pair, ExampleGroup) and pair.location == "here"
     return pair
 
 
@@ -230,7 +230,7 @@ def parse_pair(record, **columns):
     ],
 )  # fmt: skip
 def test_pairs_of_texts(record, prompt, chosen, rejected):
-    expected = PreferencePair(*(PromptCompletion("here", prompt, text) for text in (chosen, rejected)))
+    expected = ExampleGroup([PromptCompletion("here", prompt, text) for text in (chosen, rejected)])
     assert parse_pair(record) == expected
 
 
@@ -272,7 +272,7 @@ def test_pairs_of_texts(record, prompt, chosen, rejected):
 )  # fmt: skip
 def test_pairs_of_conversations(record, context, chosen, rejected):
     pair = parse_pair(record)
-    for side, answer in ((pair.chosen, chosen), (pair.rejected, rejected)):
+    for side, answer in zip(pair.examples, (chosen, rejected), strict=True):
         assert isinstance(side, Conversation)
         assert side.messages == [*context, *answer]
         trained = [message["content"] for i, message in enumerate(side.messages) if side.message_has_loss(i)]
@@ -282,24 +282,22 @@ def test_pairs_of_conversations(record, context, chosen, rejected):
 def test_tools_and_flags_of_pairs():
     tools = [{"type": "function", "function": {"name": "f"}}]
     record = {"prompt": "Which color?", "chosen": [BLUE], "rejected": "Green.", "tools": tools}
-    pair = parse_pair(record)
-    assert isinstance(pair.chosen, Conversation) and isinstance(pair.rejected, Conversation)
-    assert pair.chosen.tools == pair.rejected.tools == tools
+    assert [side.tools for side in parse_pair(record).examples] == [tools, tools]
     chosen = [USER, BLUE | {"weight": 0}, AGAIN, BLUE]
     pair = parse_pair({"chosen": chosen, "rejected": [USER, GREEN]})
-    assert [pair.chosen.message_has_loss(i) for i in range(4)] == [False, False, False, True]
+    assert [pair.examples[0].message_has_loss(i) for i in range(4)] == [False, False, False, True]
 
 
 def test_columns_of_pairs():
     orca = {"system": "Be brief.", "question": "Which color?", "chosen": "Blue.", "rejected": "Green."}
     pair = parse_pair(orca, prompt="question")
-    assert pair.chosen == Conversation("here", [SYSTEM, USER, BLUE])
+    assert pair.examples[0] == Conversation("here", [SYSTEM, USER, BLUE])
     assert parse_pair(orca, instruction="question") == pair
     texts = {"prompt": "a", "chosen_response": "b", "rejected_response": "c", "messages": [USER, BLUE]}
-    expected = PreferencePair(PromptCompletion("here", "a", "b"), PromptCompletion("here", "a", "c"))
+    expected = ExampleGroup([PromptCompletion("here", "a", "b"), PromptCompletion("here", "a", "c")])
     assert parse_pair(texts, chosen="chosen_response", rejected="rejected_response") == expected
     del texts["prompt"]
-    implicit = PreferencePair(PromptCompletion("here", "", "b"), PromptCompletion("here", "", "c"))
+    implicit = ExampleGroup([PromptCompletion("here", "", "b"), PromptCompletion("here", "", "c")])
     assert parse_pair(texts, chosen="chosen_response", rejected="rejected_response") == implicit
     # Renaming a field to itself selects another format of the same record.
     assert parse_example(orca | {"messages": [USER, BLUE]}, "here", {"messages": "messages"}) == Conversation(

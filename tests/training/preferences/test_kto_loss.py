@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.data.dataset.format import LabelColumns
 from odc_mpi.data.groups import read_groups
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.models.token_logps import TokenLogps
@@ -36,7 +35,7 @@ def trl_trainer(tmp_path_factory, request):
     weights = {"desirable_weight": 1.3, "undesirable_weight": 0.7, "train_sampling_strategy": "sequential"}
     trainer = like_trl.make_trainer("KTO", folder, RECORDS, loss_type=request.param, **weights)
     rows = [
-        (row["prompt_ids"], row["completion_ids"], LabelColumns(len(row["prompt_ids"]), int(row["label"])))
+        (prompt := row["prompt_ids"], row["completion_ids"], {"num_prompt_tokens": len(prompt), "label": row["label"]})
         for row in trainer.train_dataset
     ]
     with like_trl.write_rows(folder / "labels.h5", rows) as dataset:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.format import COLUMNS
 from odc_mpi.data.groups import read_groups
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.training.preferences.answer_logps import AnswerLogps, AnswerScores
@@ -53,7 +53,8 @@ def trl_trainer(tmp_path_factory):
     trainer, rows = like_trl.make_trainer("DPO", folder, RECORDS), []
     for row in trainer.train_dataset:
         prompt, chosen, rejected = (row[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
-        rows.append((prompt, [*chosen, *rejected], PairCounts(len(prompt), len(chosen), len(chosen))))
+        counts = dict(zip(COLUMNS["pairs"], (len(prompt), len(chosen), len(chosen)), strict=True))
+        rows.append((prompt, [*chosen, *rejected], counts))
     with like_trl.write_rows(folder / "pairs.h5", rows) as dataset:
         yield trainer, dataset
 

@@ -12,7 +12,7 @@ from pair_files import answer_rows, write_pairs
 from tiny_configurations import tiny_config
 from transformers import AutoModelForSequenceClassification
 
-from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.format import COLUMNS
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.groups import read_groups
 from odc_mpi.data.tokenizer import END_OF_TEXT, train_tokenizer
@@ -61,7 +61,7 @@ def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center
     for row in rows:
         chosen, rejected = row["chosen_ids"], row["rejected_ids"]
         prompt = num_common(chosen, rejected)
-        counts = PairCounts(prompt, len(chosen) - prompt, len(chosen) - prompt)
+        counts = dict(zip(COLUMNS["pairs"], (prompt, *[len(chosen) - prompt] * 2), strict=True))
         of_pairs.append((chosen[:prompt], [*chosen[prompt:], *rejected[prompt:]], counts))
     ours.config.pad_token_id = tokenizer.pad_token_id
     objective = PairObjective(RewardScorer(ours.eval(), True, RewardConfig(center)))

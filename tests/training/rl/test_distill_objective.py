@@ -5,7 +5,8 @@ import pytest
 import torch
 from packed_models import packed_model
 
-from odc_mpi.data.groups import Answer, PromptGroup, pack_groups
+from odc_mpi.data.groups import pack_groups
+from odc_mpi.data.prompt_group import Answer, PromptGroup
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.training.recipes.distill.objective import DistillObjective
 from odc_mpi.training.recipes.rollouts.settings import RLConfig

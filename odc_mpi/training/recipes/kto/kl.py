@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.data.groups import PromptGroup, pack_groups, read_group
+from odc_mpi.data.groups import pack_groups
 from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
+from odc_mpi.data.prompt_group import PromptGroup, read_group
 from odc_mpi.observe.callback import round_for_exact_sum
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext

@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from odc_mpi.comm.work_queue import QueueState
-from odc_mpi.data.groups import Answer, PromptGroup, group_microbatches
+from odc_mpi.data.groups import group_microbatches
 from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset
+from odc_mpi.data.prompt_group import Answer, PromptGroup
 from odc_mpi.errors import warn
 from odc_mpi.formatting import format_quantity
 from odc_mpi.models.decoding import generation_mode, unsharded_if_fits

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
-from odc_mpi.data.groups import PromptGroup
 from odc_mpi.data.loader import PlannedMinibatch
+from odc_mpi.data.prompt_group import PromptGroup
 from odc_mpi.runtime.world import World
 
 
