@@ -121,6 +121,10 @@ def test_what_only_the_first_token_would_teach_is_dropped():
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 
+def test_notes_are_written_in_the_same_order_by_all_processes(prepared):
+    assert list(prepared({"text": "a"} | dict.fromkeys("dbcaefgh", 1)).notes) == [f"ignored: `{x}`" for x in "abcdefgh"]
+
+
 def test_bad_lines_are_skipped_on_request(stdlib_report, tmp_path):
     # The template shows the name, which cannot be tokenized: that is found long after the line was read.
     tokenizer = load_tokenizer(stdlib_report.tokenizer)

@@ -130,7 +130,8 @@ def encode_block(tokenizer: Any, sequence_filter: SequenceFilter, block: Block, 
     notes: Counter[str] = Counter()
     for i, parts in _encode_all(encode_batch, examples, invalid):
         fields_of_record = (f"ignored: `{name}`" for name in ignored[i])
-        notes.update({*parts[0].notes, *fields_of_record, *([_SPLIT_TURNS] if len(parts) > 1 else [])})
+        of_example = {*parts[0].notes, *fields_of_record, *([_SPLIT_TURNS] if len(parts) > 1 else [])}
+        notes.update(sorted(of_example))  # the order in the file must not depend on the hashes of this process
         # The last part ends with the last trained answer.
         tokens = parts[-1].truncate(sequence_filter.max_length).tokens
         held_out = is_held_out(tokens, sequence_filter.eval_fraction)
