@@ -221,8 +221,8 @@ def _stored_bytes(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> i
 def _with_frozen_scope(world: World, num_bytes: int, comm: CommConfig, *, is_possible: bool) -> CommConfig:
     """Return the settings with "node" or "world" as `frozen_scope`, for frozen parameters of `num_bytes`. Collective.
 
-    On one node, this is "world". "auto" is "node" if `is_possible`, and if the parameters fit into the share of each
-    node's free memory that caches may take, and into half of /dev/shm. "node" is not checked for memory here.
+    On one node, this is "world". "auto" is "node" if `is_possible` and `frozen_fit_on_node` on all nodes. "node" is not
+    checked for memory here.
     """
     if comm.frozen_scope == "world" or world.num_nodes == 1 or not num_bytes:
         return replace(comm, frozen_scope="world")
@@ -230,10 +230,15 @@ def _with_frozen_scope(world: World, num_bytes: int, comm: CommConfig, *, is_pos
         raise AllRanksUserError(
             "comm.frozen_scope: node requires comm.zero_copy auto, islands.by off and run.device cpu: set it to auto"
         )
-    shm_bytes, budget = free_shm_bytes(), replace(comm, parameter_cache_bytes="auto")
-    fits = node_cache_fits(num_bytes, available_bytes(), world.local_size, budget)
-    fits = all(world.gather_objects(fits and (shm_bytes is None or num_bytes <= shm_bytes // 2)))
+    fits = all(world.gather_objects(frozen_fit_on_node(num_bytes, world.local_size, comm)))
     return replace(comm, frozen_scope="node" if comm.frozen_scope == "node" or (is_possible and fits) else "world")
+
+
+def frozen_fit_on_node(num_bytes: int, ranks_per_node: int, comm: CommConfig) -> bool:
+    """Return True if `num_bytes` fit into the share of this node's free memory for caches, and half of /dev/shm."""
+    shm_bytes, budget = free_shm_bytes(), replace(comm, parameter_cache_bytes="auto")
+    fits = node_cache_fits(num_bytes, available_bytes(), ranks_per_node, budget)
+    return fits and (shm_bytes is None or num_bytes <= shm_bytes // 2)
 
 
 def _fits_node_cache(

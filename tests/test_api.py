@@ -22,3 +22,11 @@ def test_a_node_cache_leaves_room_for_ranks_of_other_islands_on_its_node(monkeyp
         node = SimpleNamespace(local_size=num_ranks)
         fits = api._fits_node_cache(node, island, module, None, torch.float32, CommConfig(), model_bytes)
         assert fits is not bool(missing)
+
+
+def test_frozen_parameters_take_at_most_half_of_shared_memory(monkeypatch):
+    monkeypatch.setattr(api, "available_bytes", lambda: 1 << 30)
+    for room, fits in ((None, True), (2000, True), (1998, False)):
+        monkeypatch.setattr(api, "free_shm_bytes", lambda room=room: room)
+        assert api.frozen_fit_on_node(1000, 2, CommConfig(parameter_cache_bytes=0)) is fits
+    assert not api.frozen_fit_on_node(1 << 30, 2, CommConfig())

@@ -5,12 +5,12 @@ cannot run there, with a formula. Attention scores are counted only for eager at
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from odc_mpi.api import dtypes_by_parameter
+from odc_mpi.api import dtypes_by_parameter, frozen_fit_on_node
 from odc_mpi.checkpoint.memory import GENERATIONS
 from odc_mpi.comm.device.device_memory import OPTIMIZER_BYTES
 from odc_mpi.comm.islands.islands import ranks_per_island
@@ -20,7 +20,7 @@ from odc_mpi.models.build import MetaModel
 from odc_mpi.models.families import trial_inputs
 from odc_mpi.models.quantization.linear import largest_numel
 from odc_mpi.models.token_logps import MAX_ELEMENTS
-from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
+from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
@@ -136,20 +136,11 @@ def memory_tier_bytes(config: Config, model: MetaModel, num_ranks: int, ranks_pe
 
 def holds_frozen_on_node(config: Config, model: MetaModel, num_ranks: int, ranks_per_node: int) -> bool:
     """Return True if the ranks of each of several nodes hold all frozen parameters (`comm.frozen_scope`)."""
-    comm = config.comm
-    if (
-        num_ranks <= ranks_per_node
-        or config.run.device == "cuda"
-        or config.islands.by != "off"
-        or comm.zero_copy == "off"
-    ):
+    comm, num_bytes = config.comm, frozen_bytes(model)
+    is_possible = config.run.device != "cuda" and config.islands.by == "off" and comm.zero_copy != "off"
+    if num_ranks <= ranks_per_node or not is_possible or not num_bytes or comm.frozen_scope == "world":
         return False
-    num_bytes = frozen_bytes(model)
-    budget = replace(comm, parameter_cache_bytes="auto")
-    shm_bytes = free_shm_bytes()
-    fits = node_cache_fits(num_bytes, available_bytes(), ranks_per_node, budget)
-    fits = fits and (shm_bytes is None or num_bytes <= shm_bytes // 2)
-    return num_bytes > 0 and (comm.frozen_scope == "node" or (comm.frozen_scope == "auto" and fits))
+    return comm.frozen_scope == "node" or frozen_fit_on_node(num_bytes, ranks_per_node, comm)
 
 
 def frozen_bytes(model: MetaModel) -> int:
