@@ -31,7 +31,6 @@ class RunLogger(Callback):
 
     metrics = (
         Metric("step", "number of the step, from 1; with `run.eval_on_start` there is a line of step 0"),
-        Metric("step_s", "duration of the step", SPEED),
         Metric("steps", "steps", RESULT, "end", "{} ({skipped_steps} skipped)", row="steps"),
         Metric("elapsed_s", "duration", SPEED, "end"),
     )

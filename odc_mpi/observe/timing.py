@@ -1,35 +1,29 @@
-"""Time, throughput and traffic metrics: busy and wait times, tokens per second, peak memory, and transferred bytes."""
+"""Times of a run: of its start, its steps and its microbatches. No other module computes these.
 
-import re
-from collections.abc import Callable
-from datetime import datetime, timezone
-from typing import Any
+    step_s    of a step: from the request for the minibatch to the publication of the parameters
+    busy_s    of a rank: from the beginning of the minibatch to the end of its last microbatch; also of a microbatch
+
+Busy times stop in waits for slower ranks. A rank is idle for the longest busy time of all ranks minus its own. The time
+in which a rank fetches, pushes or waits is added up by kind where it is spent (`shard.spans`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
-from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
-from odc_mpi.observe.metrics import DETAILS, MEMORY, SPEED, Metric
-from odc_mpi.runtime.memory import peak_resident_bytes
+from odc_mpi.observe.metrics import MEMORY, SPEED, Metric
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
+from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.spans import SHARDING, SpanRecorder
-
-#: Peak dense bfloat16 FLOP/s of GPUs, from NVIDIA's data sheets. Keys are patterns for torch's device names.
-_PEAK_FLOPS = {
-    r"GB200|B200": 2.25e15,
-    r"H200|H100 80GB HBM3|GH200": 989e12,
-    r"H100 NVL": 835e12,
-    r"H100 PCIe": 756e12,
-    r"A100": 312e12,
-    r"A40\b": 150e12,
-    r"A10\b": 125e12,
-    r"L40S": 362e12,
-    r"L4\b": 121e12,
-}
 
 
 class StartReport(Callback):
@@ -65,14 +59,18 @@ class StartReport(Callback):
         return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}
 
 
-class StepTimeMetrics(Callback):
-    """Adds idle and wait times, numbers of microbatches and the slowest rank to the metrics, and times to the summary.
+class StepTimes(Callback):
+    """Measures steps and their microbatches on this rank, and adds times, speed and the slowest rank to the metrics.
 
-    `clock` returns the time in seconds on a clock that stops while this rank waits for slower ranks.
+    `waited_s` returns the time for which this rank has waited for slower ranks inside of microbatches, in seconds. The
+    training loop starts and stops the timer `microbatches`.
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
     metrics = (
+        Metric("step_s", "duration of the step", SPEED),
+        Metric("tokens_per_s", "tokens per second", SPEED, "mean", "{:,.0f}", ("tokens/s", 9), views="watch"),
+        Metric("tokens_per_s_per_rank", "tokens per second of a rank", SPEED),
         Metric(
             "idle_fraction",
             "idle, waiting at step ends",
@@ -89,25 +87,26 @@ class StepTimeMetrics(Callback):
         Metric("fetch_wait_s", "waiting for parameters, per rank", SPEED, "sum", "{:.2f} s", row="wait: fetch"),
         Metric("accumulate_wait_s", "waiting for pushes, per rank", SPEED, "sum", "{:.2f} s", row="wait: push"),
         Metric("boundary_wait_s", "waiting at step ends, per rank", SPEED, "sum", "{:.2f} s", row="wait: step end"),
-        Metric("peak_parameter_bytes", "fetched parameters, peak per rank", MEMORY, "end", row="peak parameter memory"),
-        Metric("peak_gradient_bytes", "gradient buffers, peak per rank", MEMORY, "end"),
-        Metric("parameter_cache_bytes", "cache of parameters, per rank", MEMORY, "end"),
-        Metric("gradient_cache_bytes", "cache of gradients, per rank", MEMORY, "end"),
-        Metric(
-            "collectives_per_minibatch",
-            "collectives per step",
-            MEMORY,
-            "end",
-            "{:.1f}",
-            row="collectives per minibatch",
-        ),
     )
 
-    def __init__(self, world: World, model: ShardedModel, clock: Callable[[], float]) -> None:
-        self._world, self._model, self._clock = world, model, clock
-        self._seconds, self._num_collectives = model.spans.seconds, model.usage.num_collectives
-        self._num_steps = self._num_microbatches = 0
+    def __init__(self, world: World, model: ShardedModel, waited_s: Callable[[], float]) -> None:
+        self._world, self._model, self._seconds = world, model, model.spans.seconds
+
+        def clock() -> float:
+            return perf_counter() - waited_s()
+
+        self._clock = clock
+        on_gpu = model.device.type == "cuda"
+        self.microbatches = DeviceMicrobatchTimer(clock, model.device) if on_gpu else MicrobatchTimer(clock)
+        self._num_microbatches = 0
         self._began = self._fetch_s = self._accumulate_s = 0.0
+
+    @contextmanager
+    def measure(self, metrics: dict[str, Any]) -> Iterator[None]:
+        """Context manager for a step up to the publication of the parameters, which adds `step_s` to `metrics`."""
+        began = perf_counter()
+        yield
+        metrics["step_s"] = perf_counter() - began
 
     @override
     def on_step_begin(self, step: Step) -> None:
@@ -142,51 +141,18 @@ class StepTimeMetrics(Callback):
 
     @override
     def on_step_end(self, step: Step) -> None:
-        self._num_steps += 1
+        step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
+        step.metrics["tokens_per_s_per_rank"] = step.metrics["tokens_per_s"] / self._world.size
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return wait times since the last start, peak memory, cache sizes, and collectives per minibatch. Collective.
+        """Return wait times since the last start, in seconds, as means over the ranks. Collective.
 
-        Wait times are means over the ranks, in seconds, and include waits for the gradient norm and for the publication
-        of parameters. Peak memory is the maximum over the ranks, and cache sizes are minima, all in bytes.
+        They include waits for the gradient norm and for the publication of parameters.
         """
-        usage, caches = self._model.usage, self._model.cache_bytes
-        num_collectives = usage.num_collectives - self._num_collectives
-        peaks = {name: getattr(usage, name) for name in ("peak_parameter_bytes", "peak_gradient_bytes")}
-        sizes = {"parameter_cache_bytes": caches.parameters, "gradient_cache_bytes": caches.gradients}
         waits = {f"{kind}_wait_s": self._seconds[kind] for kind in ("fetch", "accumulate")}
-        waits["boundary_wait_s"] = usage.boundary_wait_s
-        gathered = self._world.gather_objects(peaks | sizes | waits)
-        values = {name: [of_rank[name] for of_rank in gathered] for name in gathered[0]}
-        return {
-            **{name: max(values[name]) for name in peaks},
-            **{name: min(values[name]) for name in sizes},
-            "collectives_per_minibatch": num_collectives / max(1, self._num_steps),
-            **{name: sum(values[name]) / len(values[name]) for name in waits},
-        }
-
-
-class TrafficReport(Callback):
-    """Adds bytes fetched and pushed per minibatch to the metrics, as means over the ranks.
-
-    Bytes fetched during an evaluation are counted in the next minibatch.
-    """
-
-    metrics = (
-        Metric("bytes_fetched", "fetched per step and rank", MEMORY, "per_step"),
-        Metric("bytes_fetched_same_node", "fetched from the same node, per step and rank", DETAILS, "per_step"),
-        Metric("bytes_fetched_other_nodes", "of these from other nodes", MEMORY, "per_step"),
-        Metric("bytes_pushed", "pushed per step and rank", MEMORY, "per_step"),
-        Metric("bytes_pushed_same_node", "pushed to the same node, per step and rank", DETAILS, "per_step"),
-        Metric("bytes_pushed_other_nodes", "of these to other nodes", MEMORY, "per_step"),
-    )
-
-    @override
-    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
-        means = {name: float(gathered.per_rank(name).mean()) for name in TRAFFIC}
-        for key in ("bytes_fetched", "bytes_pushed"):
-            step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]
-        step.metrics |= means
+        waits["boundary_wait_s"] = self._model.usage.boundary_wait_s
+        gathered = self._world.gather_objects(waits)
+        return {name: sum(of_rank[name] for of_rank in gathered) / len(gathered) for name in waits}
 
 
 class IslandMetrics(Callback):
@@ -221,60 +187,94 @@ class IslandMetrics(Callback):
         return {"island_wait_s": sum(waits_s) / len(waits_s)}
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak bfloat16 FLOP/s of a GPU, or None if the GPU is unknown."""
-    return next((flops for pattern, flops in _PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
+class MicrobatchTimer:
+    """Times and losses of microbatches computed on the host. Each is complete when the backward pass returns.
 
-
-class ThroughputMetrics(Callback):
-    """Adds time, epoch, tokens per second per rank, model FLOPs utilization and peak memory to the metrics of a step.
-
-    Must run after the callbacks that report `step_s` and `tokens_per_s`. `flops` models the FLOPs of the forward and
-    backward passes of a sequence. If it is None or the device's peak FLOP/s is unknown, the utilization is omitted.
+    `clock` returns a time in seconds and must not advance while this rank waits for slower ranks.
     """
 
-    gathered_names = ("peak_host_bytes", "peak_device_bytes")
-    metrics = (
-        Metric("time", "end of the step in UTC (ISO 8601)", SPEED),
-        Metric("epoch", "passes over the data so far", SPEED, form="{:.2f}", column=("epoch", 5)),
-        Metric("tokens_per_s_per_rank", "tokens per second of a rank", SPEED),
-        Metric("mfu", "model FLOPs per second / peak of all GPUs in bfloat16", SPEED),
-        Metric("peak_host_bytes", "resident memory with shared windows, largest of all ranks", MEMORY),
-        Metric("peak_device_bytes", "GPU memory of torch, largest of all ranks", MEMORY),
-    )
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = self._busy_s = 0.0
 
-    def __init__(
-        self, num_ranks: int, device: torch.device, num_epochs: Callable[[], float], flops: CostModel | None
-    ) -> None:
-        self._num_ranks, self._device, self._num_epochs = num_ranks, device, num_epochs
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._flops = (flops, peak * num_ranks) if flops and peak else None
+    def begin(self) -> None:
+        """Begin a microbatch."""
+        self._began, self._busy_s = perf_counter(), self._clock()
+
+    def end(self, microbatch: Microbatch, values: torch.Tensor) -> list[MicrobatchResult]:
+        """End a microbatch, and return the results that are complete, in order.
+
+        `values`, float64 `[1 + k]`, contains the microbatch's loss, followed by the objective's `k` statistics.
+        """
+        loss, *statistics = values.tolist()
+        busy_s = self._clock() - self._busy_s
+        return [MicrobatchResult(microbatch, loss, statistics, self._began, perf_counter(), busy_s)]
+
+    def drain(self) -> list[MicrobatchResult]:
+        """Return all results that `end` has not returned, in order. Waits for the device."""
+        return []
+
+
+class _Pending(NamedTuple):
+    """Microbatch that a GPU may still be computing. `waited_s` is the time of waits for slower ranks, in seconds."""
+
+    microbatch: Microbatch
+    values: torch.Tensor
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    waited_s: float
+
+
+class DeviceMicrobatchTimer(MicrobatchTimer):
+    """Times and losses of microbatches on a GPU, measured with events and read at the end of the minibatch.
+
+    A backward pass returns before the GPU has finished it. If the host read each loss immediately, the GPU would idle
+    until it got new kernels.
+
+    The host runs at most one microbatch ahead of the GPU. Otherwise, it could claim microbatches that other ranks could
+    compute sooner.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        super().__init__(clock)
+        self._device = device
+        self._pending: deque[_Pending] = deque()
 
     @override
-    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        if len(metrics) > 1:
-            metrics |= self._progress()
-
-    def local_values(self) -> tuple[float, float]:
-        """Return the peak memory of this process in bytes: resident on the host, and allocated by torch on a GPU."""
-        on_gpu = self._device.type == "cuda"
-        return float(peak_resident_bytes()), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
-
-    def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
-        """Add the peak host memory and, on a GPU, the peak device memory, in bytes, as maxima over all ranks."""
-        for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
-            step.metrics[name] = int(gathered.per_rank(name).max())
+    def begin(self) -> None:
+        super().begin()
+        self._event = _record(self._device)
 
     @override
-    def on_step_end(self, step: Step) -> None:
-        metrics = step.metrics
-        metrics |= self._progress()
-        metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks
-        if self._flops:
-            flops, peak = self._flops
-            lengths = step.minibatch.dataset.lengths[step.minibatch.indices]
-            metrics["mfu"] = float(flops.sequence(lengths).sum()) / metrics["step_s"] / peak
+    def end(self, microbatch: Microbatch, values: torch.Tensor) -> list[MicrobatchResult]:
+        waited_s = perf_counter() - self._began - (self._clock() - self._busy_s)
+        self._pending.append(_Pending(microbatch, values, self._event, _record(self._device), waited_s))
+        if len(self._pending) > 1:
+            self._pending[-2].ended.synchronize()
+        return []
 
-    def _progress(self) -> dict[str, Any]:
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        return {"time": now, "epoch": self._num_epochs()}
+    @override
+    def drain(self) -> list[MicrobatchResult]:
+        pending, self._pending = list(self._pending), deque()
+        if not pending:
+            return []
+        rows = torch.stack([each.values for each in pending]).tolist()
+        last = pending[-1].ended
+        last.synchronize()
+        now = perf_counter()
+        results = []
+        for each, (loss, *statistics) in zip(pending, rows, strict=True):
+            ended, took_s = now - _seconds(each.ended, last), _seconds(each.began, each.ended)
+            busy_s = max(0.0, took_s - each.waited_s)
+            results.append(MicrobatchResult(each.microbatch, loss, statistics, ended - took_s, ended, busy_s))
+        return results
+
+
+def _record(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    return began.elapsed_time(ended) / 1000

@@ -6,7 +6,6 @@ loss tokens have the same weight. (The `Trainer` of transformers weights a batch
 """
 
 import itertools
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,13 +61,13 @@ class PeriodicEvaluator(Callback, ABC):
                 step.failure = error
 
     def _evaluate_into(self, metrics: dict[str, Any]) -> None:
-        began = time.perf_counter()
-        with self._model.spans.span("evaluate"):
-            try:
-                with self.evaluated_parameters():
-                    metrics |= self.evaluate()
-            finally:
-                metrics["eval_s"] = time.perf_counter() - began
+        seconds = self._model.spans.seconds
+        before_s = seconds["evaluate"]
+        try:
+            with self._model.spans.span("evaluate"), self.evaluated_parameters():
+                metrics |= self.evaluate()
+        finally:
+            metrics["eval_s"] = seconds["evaluate"] - before_s
 
 
 class ForwardPass:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
@@ -24,14 +23,14 @@ from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import RESULT, SPEED, Metric
-from odc_mpi.observe.microbatch_results import DeviceResults, MicrobatchResults
+from odc_mpi.observe.timing import StepTimes
 from odc_mpi.shard.minibatch_stats import MinibatchStats
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Base class for minibatch sources. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
+    """Base class for minibatch sources. Subclasses report the metric `num_input_tokens`."""
 
     metrics: Sequence[Metric] = (
         Metric(
@@ -46,7 +45,6 @@ class MinibatchSource(Callback, ABC):
             "",
             "tokens",
         ),
-        Metric("tokens_per_s", "tokens per second", SPEED, "mean", "{:,.0f}", ("tokens/s", 9), views="watch"),
     )
 
     @abstractmethod
@@ -117,9 +115,9 @@ class Objective(Callback, ABC):
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
-    The attribute `callbacks` lists `objective`, `update` and `source`, followed by the argument `callbacks`. The list
-    can be extended until `start` is called. Hooks are called in this order, except `on_train_end`, which is called in
-    reverse order. `clock` returns a time in seconds that does not advance while this rank waits for slower ranks.
+    The attribute `callbacks` lists `objective`, `update`, `source` and `times`, followed by the argument `callbacks`.
+    The list can be extended until `start` is called. Hooks are called in this order, except `on_train_end`, which is
+    called in reverse order.
     """
 
     def __init__(
@@ -128,29 +126,27 @@ class Trainer(AbstractContextManager["Trainer"]):
         source: MinibatchSource,
         objective: Objective,
         update: Update,
+        times: StepTimes,
         callbacks: Iterable[Callback],
-        clock: Callable[[], float],
         completed_steps: int = 0,
     ) -> None:
         self.model = model
         self.update = update
-        self._source, self.objective = source, objective
-        self.callbacks: list[Callback] = [objective, update, source, *callbacks]
-        on_gpu = model.device.type == "cuda"
-        self._results = DeviceResults(clock, model.device) if on_gpu else MicrobatchResults(clock)
+        self._source, self.objective, self._times = source, objective, times
+        self.callbacks: list[Callback] = [objective, update, source, times, *callbacks]
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:
         """Train on the next minibatch and return the metrics. Collective. Raises `Step.failure` if a hook set it."""
-        began = perf_counter()
-        step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
-        finite = self._run_microbatches(step)
-        self.update.run(step, self.objective.loss_normalizer, finite=finite)
-        for callback in self.callbacks:
-            callback.on_optimizer_step(step)
-        self.model.publish()
+        metrics: dict[str, Any] = {"step": self.completed_steps + 1}
+        with self._times.measure(metrics):
+            step = Step(self.completed_steps + 1, self._source.next_minibatch(), metrics)
+            finite = self._run_microbatches(step)
+            self.update.run(step, self.objective.loss_normalizer, finite=finite)
+            for callback in self.callbacks:
+                callback.on_optimizer_step(step)
+            self.model.publish()
         self.completed_steps += 1
-        step.metrics["step_s"] = perf_counter() - began
         for callback in self.callbacks:
             callback.on_step_end(step)
         if step.failure:
@@ -198,7 +194,7 @@ class Trainer(AbstractContextManager["Trainer"]):
                 if number == count:
                     self.model.set_is_last_backward()
                 self._run(step, microbatch)
-            self._report(self._results.drain())
+            self._report(self._times.microbatches.drain())
             for callback in self.callbacks:
                 gathered.local.update(zip(callback.gathered_names, callback.local_values(), strict=True))
         for callback in self.callbacks:
@@ -206,12 +202,12 @@ class Trainer(AbstractContextManager["Trainer"]):
         return gathered.finite
 
     def _run(self, step: Step, microbatch: Microbatch) -> None:
-        self._results.begin()
+        self._times.microbatches.begin()
         loss = self.objective.loss(step.minibatch, microbatch.to(self.model.device))
         loss.backward()
         statistics = self.objective.statistics.detach().to(loss.device, torch.float64)
         values = torch.cat([loss.detach().double()[None], statistics])
-        self._report(self._results.end(microbatch, values))
+        self._report(self._times.microbatches.end(microbatch, values))
 
     def _report(self, results: Iterable[MicrobatchResult]) -> None:
         for result in results:

@@ -8,14 +8,14 @@ The training loop calls the hooks of the callbacks in this order:
 
     StartReport                                 reports how long each start-up phase took
     Objective, Update, MinibatchSource          see `training.loop`
-    StepTimeMetrics, TrafficReport              report times and bytes
+    StepTimes                                   reports times and speed
     IslandMetrics                               reports waits for other islands that share the model
     LossEvaluator, or others for the objective  evaluate sequences, pairs or rewards
     FitCostModel                                fits the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     DiLoCo                                      merges the models of islands that train apart
     PrefixCache                                 makes hidden states of frozen layers visible to all ranks
-    ThroughputMetrics, RunInfo                  add time, epoch, speed per rank, peak memory, and the ranks
+    UsageMetrics, RunInfo                       add bytes, peak memory, time, epoch, and the ranks
     PushWatch                                   warns of ranks whose gradients deviate from their usual ones
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
     NonFiniteReport                             can end the run after the step is logged
@@ -28,7 +28,6 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -50,9 +49,10 @@ from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.metrics import Metric
 from odc_mpi.observe.push_watch import PushWatch
-from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimeMetrics, ThroughputMetrics, TrafficReport
+from odc_mpi.observe.timing import IslandMetrics, StartReport, StepTimes
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
+from odc_mpi.observe.usage import UsageMetrics
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.fixed_point import FixedPointGradients
@@ -96,7 +96,7 @@ class Run:
         startup_text = startup_lines(context, model)
         tracker_callback = _build_tracker_callback(config, world)
         info = RunInfo(config, world, context.decision, model)
-        trainer.callbacks += [_build_throughput_metrics(context, model), info]
+        trainer.callbacks += [_usage_metrics(context, model), info]
         if config.run.norm_watch:
             trainer.callbacks.append(PushWatch(world, model, config.run.norm_watch))
         require_memory_room(context)
@@ -204,17 +204,11 @@ def build_trainer(context: RunContext) -> Trainer:
         zero_copy = decision.zero_copy.value == "on"
         device = find_device(config.run.device, world.host_rank)
         windows = KVWindows(world, inputs.context_parallel, shared=zero_copy, device=device)
-
-    def clock() -> float:
-        return perf_counter() - (windows.waited_s if windows else 0.0)
-
+    times = StepTimes(world, model, lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
-    callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport()]
-    if context.islands:
-        callbacks.append(IslandMetrics(world, model))
     parts = recipe_of(config).build(context, model, optimizer)
     source, objective = parts.source, parts.objective
-    callbacks += parts.callbacks
+    callbacks = [*([IslandMetrics(world, model)] if context.islands else ()), *parts.callbacks]
     if source is None:
         assert isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader)
         source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, windows)
@@ -225,7 +219,7 @@ def build_trainer(context: RunContext) -> Trainer:
     update = Update(model, optimizer, config)
     # An island that had finished when others were stopped takes its last step again, with the next minibatch.
     completed_steps = min(resume_point.step, config.run.steps - 1) if resume_point else 0
-    trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)
+    trainer = Trainer(model, source, objective, update, times, callbacks, completed_steps)
     context.add_callbacks(trainer)
     if context.prefix:
         trainer.callbacks.append(PrefixCache(context, model, context.prefix))
@@ -291,13 +285,13 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
         raise
 
 
-def _build_throughput_metrics(context: RunContext, model: ShardedModel) -> ThroughputMetrics:
+def _usage_metrics(context: RunContext, model: ShardedModel) -> UsageMetrics:
     config, inputs = context.config, context.inputs
     flops = None
     # The FLOPs of generation are not counted, and peaks are those of bfloat16.
     if recipe_of(config).counts_flops and config.model.param_dtype == "bfloat16":
         flops = training_flops(inputs.model, numel(model, True) / numel(model))
-    return ThroughputMetrics(context.world.size, model.device, inputs.loader.num_epochs, flops)
+    return UsageMetrics(context.world, model, inputs.loader.num_epochs, flops)
 
 
 def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:

@@ -149,9 +149,8 @@ class DatasetSource(MinibatchSource):
             self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the token count, the throughput and, with `windows`, the number of split sequences to the metrics."""
-        num_tokens = step.minibatch.num_input_tokens
-        step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
+        """Add the token count and, with `windows`, the number of split sequences to the metrics."""
+        step.metrics["num_input_tokens"] = step.minibatch.num_input_tokens
         if self._windows:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 

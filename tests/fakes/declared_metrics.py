@@ -1,7 +1,8 @@
 """Metrics that the callbacks of a run declare, by objective."""
 
 from odc_mpi.observe.log import RunLogger
-from odc_mpi.observe.timing import StepTimeMetrics, ThroughputMetrics
+from odc_mpi.observe.timing import StepTimes
+from odc_mpi.observe.usage import UsageMetrics
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
 from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
 from odc_mpi.training.recipes.rollouts.source import RolloutSource
@@ -17,6 +18,6 @@ def _declared(*callbacks):
 
 
 #: Without an evaluation, as a line of `step_metrics`.
-PLAIN = _declared(SFTObjective, Update, DatasetSource, StepTimeMetrics, ThroughputMetrics, RunInfo)
+PLAIN = _declared(SFTObjective, Update, DatasetSource, StepTimes, UsageMetrics, RunInfo)
 SFT = [*PLAIN, *LossEvaluator.metrics]
-GRPO = _declared(GRPOObjective, Update, RolloutSource, StepTimeMetrics, RewardEvaluator, ThroughputMetrics, RunInfo)
+GRPO = _declared(GRPOObjective, Update, RolloutSource, StepTimes, RewardEvaluator, UsageMetrics, RunInfo)

@@ -1,6 +1,5 @@
 """Learning rates, updates without gradients, and names of callbacks."""
 
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -63,5 +62,5 @@ def test_two_callbacks_with_the_same_name_are_refused():
     callback = Callback()
     callback.gathered_names = ("gathered",)
     model = SimpleNamespace(device=torch.device("cpu"))
-    trainer = Trainer(model, Callback(), callback, Callback(), [callback], time.perf_counter)
+    trainer = Trainer(model, Callback(), callback, Callback(), Callback(), [callback])
     refused("got gathered twice", trainer.start, error=ValueError)

@@ -201,8 +201,7 @@ class RolloutSource(MinibatchSource):
         self._pool.close()
 
     def on_step_end(self, step: Step) -> None:
-        """Add tokens per second to the metrics. Collective every `rl.log_completions` steps, to log completions."""
-        step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
+        """Log the completions. Collective every `rl.log_completions` steps."""
         self._log.write(step.number)
 
     def state_dict(self) -> dict[str, Any]:
