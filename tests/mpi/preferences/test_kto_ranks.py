@@ -7,7 +7,6 @@ import pytest
 from small_training import configure, train_to_the_end
 
 from odc_mpi.comm.group import Group
-from odc_mpi.data.dataset.format import LabelColumns
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.training.recipes.kto.objective import KTOObjective, KTOScorer
@@ -79,7 +78,7 @@ def test_the_estimate_is_the_only_wait_before_gradients_are_complete(world, labe
 def test_answers_that_are_all_desirable_are_imitated_as_sequences(world, base):
     if world.rank == 0:
         base.mkdir()
-        for name, columns in (("plain", None), ("labels", LabelColumns(3, 1))):
+        for name, columns in (("plain", None), ("labels", {"num_prompt_tokens": 3, "label": 1})):
             with DatasetWriter(base / f"{name}.h5", vocab_size=61, tokenizer="none", source="random") as writer:
                 for length in range(5, 21):
                     tokens = np.arange(length, dtype=np.uint32) * 7 % 61
