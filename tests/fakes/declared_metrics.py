@@ -6,8 +6,7 @@ from odc_mpi.observe.usage import UsageMetrics
 from odc_mpi.training.recipes.grpo.objective import GRPOObjective
 from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
 from odc_mpi.training.recipes.rollouts.source import RolloutSource
-from odc_mpi.training.recipes.sft.evaluation import LossEvaluator
-from odc_mpi.training.recipes.sft.objective import SFTObjective
+from odc_mpi.training.recipes.sft.objective import LossEvaluator, SFTObjective
 from odc_mpi.training.source import DatasetSource
 from odc_mpi.training.start.run_info import RunInfo
 from odc_mpi.training.update import Update

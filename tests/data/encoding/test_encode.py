@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from user_errors import refused
 
 from odc_mpi.data.chat.templates import ChatRenderer, fix_time, set_variables
-from odc_mpi.data.encoding.boundaries import tokenize_pairs
-from odc_mpi.data.encoding.encode import encode, encode_prompts
+from odc_mpi.data.encoding.encode import encode, encode_prompts, tokenize_pairs
 from odc_mpi.data.examples import Conversation, PromptCompletion
 
 CHAT = [

@@ -45,14 +45,13 @@ class Distill(RolloutRecipe):
 
     @override
     def teacher(self, config: "Config") -> "MetaModel":
-        from odc_mpi.training.recipes.distill.teacher import build_teacher
+        from odc_mpi.training.recipes.distill.objective import build_teacher
 
         return build_teacher(config)
 
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
-        from odc_mpi.training.recipes.distill.objective import DistillObjective
-        from odc_mpi.training.recipes.distill.teacher import teacher_policy
+        from odc_mpi.training.recipes.distill.objective import DistillObjective, teacher_policy
         from odc_mpi.training.recipes.rollouts.build import build_rollouts
 
         def objective(num_groups: int) -> DistillObjective:

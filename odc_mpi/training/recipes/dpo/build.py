@@ -15,8 +15,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import ForwardPass, held_out_pass
 from odc_mpi.training.preferences.answer_logps import AnswerLogps
-from odc_mpi.training.preferences.evaluation import PairEvaluator
-from odc_mpi.training.preferences.pairs import PairObjective
+from odc_mpi.training.preferences.pairs import PairEvaluator, PairObjective
 from odc_mpi.training.recipes.dpo.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.recipes.dpo.scorer import PreferenceScorer
 from odc_mpi.training.recipes.recipe import Parts

@@ -26,7 +26,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import ForwardPass, HeldOutEvaluator
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.preferences.answer_logps import ANSWER_METRICS, AnswerLogps, AnswerScores
-from odc_mpi.training.preferences.evaluation import held_out_metric
+from odc_mpi.training.preferences.pairs import held_out_metric
 from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.kto.kl import KLEstimator
 from odc_mpi.training.settings import Config

@@ -71,8 +71,7 @@ class Reward(Recipe):
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
         from odc_mpi.training.evaluation import held_out_pass
-        from odc_mpi.training.preferences.evaluation import PairEvaluator
-        from odc_mpi.training.preferences.pairs import PairObjective
+        from odc_mpi.training.preferences.pairs import PairEvaluator, PairObjective
         from odc_mpi.training.recipes.reward.scorer import RewardScorer
 
         config, inputs = context.config, context.inputs

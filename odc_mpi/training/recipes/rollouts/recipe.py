@@ -90,6 +90,6 @@ class RolloutRecipe(Recipe):
 
     @override
     def open_prompts(self, config: "Config", meta_model: "MetaModel", prompt_time: str | None) -> "Inputs":
-        from odc_mpi.training.recipes.rollouts.inputs import open_prompts
+        from odc_mpi.training.recipes.rollouts.prompts import open_prompts
 
         return open_prompts(config, meta_model, prompt_time)

@@ -29,8 +29,7 @@ class SFT(Recipe):
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
         from odc_mpi.models.token_logps import TokenLogps
         from odc_mpi.training.evaluation import held_out_pass
-        from odc_mpi.training.recipes.sft.evaluation import LossEvaluator
-        from odc_mpi.training.recipes.sft.objective import SFTObjective
+        from odc_mpi.training.recipes.sft.objective import LossEvaluator, SFTObjective
 
         held_out = held_out_pass(context, model)
         evaluators = [LossEvaluator(context.config.run, model, held_out, TokenLogps(model.module))] if held_out else []

@@ -1,13 +1,16 @@
-"""Supervised fine-tuning objective: mean next-token cross entropy over all loss tokens in a minibatch."""
+"""Supervised fine-tuning: mean next-token cross entropy over all loss tokens, and evaluation on held-out sequences."""
+
+import math
 
 import torch
 
 from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.token_logps import TokenLogps
-from odc_mpi.observe.callback import Step
+from odc_mpi.observe.callback import Step, round_for_exact_sum
 from odc_mpi.observe.metrics import RESULT, Metric
 from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.training.evaluation import HeldOutEvaluator
 from odc_mpi.training.loop import Objective
 
 #: Bound for `round_for_exact_sum`: sums of losses are exact if the mean loss is below 2**8 times this number.
@@ -44,3 +47,26 @@ class SFTObjective(Objective):
         num_tokens = step.minibatch.num_tokens
         metrics = {"mean_token_accuracy": num_correct / num_tokens, "entropy": entropy, "num_tokens": num_tokens}
         step.metrics |= {"loss": loss, **metrics}
+
+
+class LossEvaluator(HeldOutEvaluator[TokenLogps]):
+    """Computes the model's loss, perplexity and token accuracy on held-out sequences."""
+
+    metrics = (
+        *HeldOutEvaluator.metrics,
+        Metric("eval_perplexity", "held-out perplexity", RESULT, "final", "perplexity {:,.4g}", row="eval loss"),
+        Metric("eval_mean_token_accuracy", "share of held-out loss tokens that were the most likely", RESULT),
+    )
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective."""
+        num_tokens = self._minibatch.num_tokens
+        losses, counts = zip(*self._forward_pass.run(self._minibatch, self._score), strict=True)
+        loss, accuracy = sum(losses) / num_tokens, sum(counts) / num_tokens
+        perplexity = math.inf if loss > 709 else math.exp(loss)  # exp(710) overflows
+        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_mean_token_accuracy": accuracy}
+
+    def _score(self, microbatch: Microbatch) -> tuple[float, int]:
+        scores = self._scorer(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
+        loss = round_for_exact_sum(-float(scores.logps.sum()), MAX_EXACT_LOSS * self._minibatch.num_tokens)
+        return loss, int(scores.is_top.sum())
