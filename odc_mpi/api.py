@@ -309,13 +309,7 @@ def _transport(
         return single_rank_transport(world, device, param_dtype, reduce_dtype)
     window_device = device if decision.windows_on_device else None
     transport = window_transport(
-        world,
-        param_dtype,
-        reduce_dtype,
-        comm,
-        device=window_device,
-        mapped=decision.maps_devices,
-        islands=islands,
+        world, param_dtype, reduce_dtype, comm, device=window_device, mapped=decision.maps_devices, islands=islands
     )
     return transport if device is None or window_device is not None else staged(transport, device)
 

@@ -107,9 +107,7 @@ def as_padded_rows(microbatch: GroupMicrobatch) -> GroupMicrobatch:
     # The index in the row, where each answer follows its own copy of the prompt.
     in_row = torch.where(positions < num_prompt, positions, positions - starts[answers] + prompts[answers])
     return replace(
-        microbatch,
-        inputs={"input_ids": padded, "use_cache": False},
-        logit_positions=answers * padded.shape[1] + in_row,
+        microbatch, inputs={"input_ids": padded, "use_cache": False}, logit_positions=answers * padded.shape[1] + in_row
     )
 
 

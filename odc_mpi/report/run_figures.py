@@ -27,10 +27,7 @@ _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     "saves": (Style(RED, "/"), ("save",)),
     FETCHES: (Style(ORANGE, "\\"), ("fetch",)),
     PUSHES: (Style(GREEN, "-"), ("accumulate",)),
-    WAITS: (
-        Style("none", "/"),
-        (*_SYNC_POINTS, "rollout_wait"),
-    ),
+    WAITS: (Style("none", "/"), (*_SYNC_POINTS, "rollout_wait")),
 }
 _STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
 #: Maximum number of bars in a plot. If there are more steps, each bar is the mean over a group of steps.

@@ -93,11 +93,7 @@ class GradientPusher:
         self._finishing.clear()
 
     def push(
-        self,
-        unit: Unit,
-        names: Sequence[str],
-        gradients: Sequence[torch.Tensor | None],
-        is_last_forward: bool = False,
+        self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None], is_last_forward: bool = False
     ) -> None:
         """Add the gradients of the named parameters to local sums, or start pushing them to their owners. One-sided.
 

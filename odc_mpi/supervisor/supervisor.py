@@ -72,13 +72,7 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        launcher: Mpiexec | Srun,
-        commands: Commands,
-        run_dir: Path,
-        ranks: int,
-        min_ranks: int,
-        max_restarts: int,
+        self, launcher: Mpiexec | Srun, commands: Commands, run_dir: Path, ranks: int, min_ranks: int, max_restarts: int
     ) -> None:
         self._launcher, self._commands, self._hosts = launcher, commands, list(launcher.hosts)
         self._ranks, self._min_ranks, self._max_restarts = ranks, min_ranks, max_restarts

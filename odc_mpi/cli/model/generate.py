@@ -45,10 +45,7 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus threshold in (0, 1]; default: 1")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="sampling seed; default: 0")
     parser.add_argument(
-        "--tokenizer",
-        type=as_path,
-        metavar="DIR",
-        help="directory, data set or name on the hub; default: of SOURCE",
+        "--tokenizer", type=as_path, metavar="DIR", help="directory, data set or name on the hub; default: of SOURCE"
     )
     parser.add_argument("--base", metavar="DIR", type=as_path, help=BASE_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; default: cpu")

@@ -10,13 +10,7 @@ from typing_extensions import override
 from odc_mpi.comm.layout import FlatLayout, ranges_by_owner
 from odc_mpi.comm.traffic import PUSHED, Traffic
 from odc_mpi.comm.transport import GradientStore, ShardStorage
-from odc_mpi.comm.windows.rma import (
-    Message,
-    Window,
-    as_mpi_buffer,
-    deferred_flush,
-    messages,
-)
+from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, deferred_flush, messages
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World

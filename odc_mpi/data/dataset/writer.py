@@ -75,10 +75,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._attributes.update(attributes)
 
     def append(
-        self,
-        tokens: npt.NDArray[np.uint32],
-        loss_mask: npt.NDArray[np.bool_],
-        columns: Mapping[str, int] | None = None,
+        self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], columns: Mapping[str, int] | None = None
     ) -> None:
         """Append a sequence, given its tokens, uint32 [length], and its loss mask, bool [length].
 

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.setting_types import (
-    Setting,
-    format_value,
-    is_verbatim,
-    type_name,
-    union_members,
-    validate_value,
-)
+from odc_mpi.setting_types import Setting, format_value, is_verbatim, type_name, union_members, validate_value
 from odc_mpi.training.parsing import aliases
 from odc_mpi.training.recipes import RECIPES
 

@@ -68,11 +68,7 @@ class CheckpointCallback(Callback):
     )
 
     def __init__(
-        self,
-        context: RunContext,
-        trainer: Trainer,
-        metadata: dict[str, Any],
-        directory_lock: RunDirectoryLock | None,
+        self, context: RunContext, trainer: Trainer, metadata: dict[str, Any], directory_lock: RunDirectoryLock | None
     ) -> None:
         config, world, resume_point = context.config, context.world, context.resume_point
         self._run, self._world, self._stop = config.run, world, context.stop

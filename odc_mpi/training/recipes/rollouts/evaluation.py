@@ -45,11 +45,7 @@ class RewardEvaluator(PeriodicEvaluator):
     )
 
     def __init__(
-        self,
-        context: RunContext,
-        model: ShardedModel,
-        prompts: PromptDataset,
-        rewards_of: RewardCaller,
+        self, context: RunContext, model: ShardedModel, prompts: PromptDataset, rewards_of: RewardCaller
     ) -> None:
         config, world = context.config, context.world
         super().__init__(config.run, model)

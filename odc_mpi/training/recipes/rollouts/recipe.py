@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 _UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
 #: Settings of which these recipes support only some values.
 ROLLOUT_SETTINGS: Allowed = {
-    "rl.num_iterations": (
-        (1,),
-        "a rollout is used for one update",
-    ),
+    "rl.num_iterations": ((1,), "a rollout is used for one update"),
     "lora.dropout": ((0,), "with dropout the trained policy is not the one that generated"),
     "data.balance": (("lb_mini",), _UNKNOWN_LENGTHS),
     "data.cost": (("flops",), _UNKNOWN_LENGTHS),

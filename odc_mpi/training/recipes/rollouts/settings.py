@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from odc_mpi.setting_types import (
-    NON_EMPTY_NAMES,
-    NOT_NEGATIVE,
-    ONE_OR_MORE,
-    POSITIVE,
-    Check,
-    Size,
-)
+from odc_mpi.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check, Size
 from odc_mpi.training.parsing.conflicts import Conflicts
 
 _OF_PROMPTS = ("messages", "tools", "add_generation_prompt")

@@ -49,12 +49,7 @@ from odc_mpi.training.loop import MinibatchSource
 from odc_mpi.training.recipes.rollouts.carried import require_carried
 from odc_mpi.training.recipes.rollouts.completion_log import CompletionLog
 from odc_mpi.training.recipes.rollouts.metrics import ROLLOUT_METRICS, RolloutMetrics
-from odc_mpi.training.recipes.rollouts.prompts import (
-    PromptCodec,
-    PromptLoader,
-    longest_first,
-    predict_lengths,
-)
+from odc_mpi.training.recipes.rollouts.prompts import PromptCodec, PromptLoader, longest_first, predict_lengths
 from odc_mpi.training.recipes.rollouts.step_rollouts import RolloutWindows, StepRollouts
 
 #: Fraction of truncated completions above which a warning is printed.
