@@ -113,6 +113,18 @@ class ForwardPass:
         self._tickets.reset()  # all ranks are done, and claim again only after they have synchronized again
         return list(itertools.chain.from_iterable(gathered))
 
+    def columns(self, minibatch: PlannedMinibatch, score: Callable[[Microbatch], torch.Tensor]) -> list[tuple]:
+        """Call `score` as in `run`, which returns `k` values for each sample, `[n, k]`, and return `k` columns.
+
+        Each has the values of all samples in their order, whichever rank computed which. Collective.
+        """
+
+        def rows(microbatch: Microbatch) -> list[tuple[int, list[float]]]:
+            return list(zip(microbatch.indices.tolist(), score(microbatch).tolist(), strict=True))
+
+        found = sorted(itertools.chain.from_iterable(self.run(minibatch, rows)))
+        return list(zip(*(values for _, values in found), strict=True))
+
 
 def held_out_pass(context: RunContext, model: ShardedModel) -> ForwardPass | None:
     """Return a forward pass over the held-out sequences, or None if the run has none. Collective."""

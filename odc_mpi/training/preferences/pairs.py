@@ -97,17 +97,13 @@ class PairEvaluator(HeldOutEvaluator[PairScorer]):
 
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the statistics over the held-out pairs. Collective."""
-        rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
-        # In the order of the pairs, whichever rank computed which pair.
-        _, *columns = zip(*rows, strict=True)
+        columns = self._forward_pass.columns(self._minibatch, self._score)
         names = ("loss", *self._scorer.statistics)
         return {f"eval_{name}": EXTREMES.get(name, fmean)(column) for name, column in zip(names, columns, strict=True)}
 
-    def _score(self, microbatch: Microbatch) -> list[list[float]]:
-        """Return the index, the loss and the statistics of each pair."""
+    def _score(self, microbatch: Microbatch) -> torch.Tensor:
         scores = self._scorer(self._minibatch, microbatch)
-        values = torch.cat([scores.losses[:, None], scores.statistics], 1).tolist()
-        return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
+        return torch.cat([scores.losses[:, None], scores.statistics], 1)
 
 
 def held_out_metric(metric: Metric) -> Metric:

@@ -103,14 +103,14 @@ class CheckpointCallback(Callback):
 
     def local_values(self) -> tuple[float, ...]:
         """Return the files that this rank has written: the numbers of `Saver.report` and of `MemorySaver.report`."""
-        return (*self._saver.report(), self._memory.report() if self._memory else 0.0)
+        return (*self._saver.report(), self._memory.saver.report() if self._memory else 0.0)
 
     def on_gathered(self, step: Step, gathered: MinibatchStats) -> None:
         """Pass the reports of all ranks to the saver, which publishes the checkpoint once all files are written."""
         *reports, in_memory = (gathered.per_rank(name) for name in self.gathered_names)
         self._saver.receive_reports(np.stack(reports, axis=1))
         if self._memory:
-            self._memory.receive_reports(in_memory)
+            self._memory.saver.receive_reports(in_memory)
 
     def on_step_end(self, step: Step) -> None:
         """Start saving a checkpoint if one is due or a stop was requested. Collective in this case."""
@@ -154,7 +154,7 @@ class CheckpointCallback(Callback):
         return {
             "checkpoints_saved": saved,
             "checkpoints_failed": failed,
-            "memory_copies": memory.num_saved if memory else 0,
+            "memory_copies": memory.saver.num_saved if memory else 0,
             "checkpoint_waits": waits,
             "checkpoint_wait_s": wait_s,
             "checkpoint_pause_s": pause_s,

@@ -51,6 +51,7 @@ class MemoryTier:
     node. No rank waits for them unless the next copy is due.
 
     Attributes:
+        saver: Saver of the copies, whose reports the ranks gather when the gradients are complete.
         wait_s, pause_s: Seconds for which this rank has waited for an earlier copy, and for which it has copied.
     """
 
@@ -65,20 +66,7 @@ class MemoryTier:
         buddies = Buddies(world) if world.num_nodes > 1 and has_thread_multiple() else None
         if world.num_nodes > 1 and buddies is None and world.rank == 0:
             warn("WARNING: run.memory_every: no copies on other nodes: MPI grants less than MPI_THREAD_MULTIPLE")
-        self._saver = MemorySaver(self._directory, world.rank, world.size, token, buddies, warn)
-
-    def report(self) -> float:
-        """Return the number that all ranks gather when the gradients are complete (see `MemorySaver.report`)."""
-        return self._saver.report()
-
-    def receive_reports(self, reports: np.ndarray) -> None:
-        """Process the `report` of all ranks, `[size]`."""
-        self._saver.receive_reports(reports)
-
-    @property
-    def num_saved(self) -> int:
-        """Number of states that all ranks have copied."""
-        return self._saver.num_saved
+        self.saver = MemorySaver(self._directory, world.rank, world.size, token, buddies, warn)
 
     def save_if_due(self, step: int, metadata: Callable[[], dict[str, Any]]) -> None:
         """Start to copy the state after `step`, if it is due. `metadata` returns that of checkpoints.
@@ -88,10 +76,10 @@ class MemoryTier:
         if step % self._every:
             return
         began = time.perf_counter()
-        if self._saver.pending:
+        if self.saver.pending:
             with self._world.deadline("copying the state to memory"):
-                self._saver.wait_until_written()
-            self._saver.receive_reports(np.array(self._world.gather_objects(self._saver.report())))
+                self.saver.wait_until_written()
+            self.saver.receive_reports(np.array(self._world.gather_objects(self.saver.report())))
         waited = time.perf_counter()
         manifest = None
         if self._world.rank == 0:
@@ -99,14 +87,14 @@ class MemoryTier:
             if not self._manifest:
                 self._manifest = asdict(self._state.make_manifest(step, {}, [{} for _ in range(self._world.size)]))
             manifest = self._manifest | {"step": step, "metadata": metadata()}
-        self._saver.start(step, self._state.snapshot(), self._state.state_records(), manifest)
+        self.saver.start(step, self._state.snapshot(), self._state.state_records(), manifest)
         self.wait_s += waited - began
         self.pause_s += time.perf_counter() - waited
 
     def close(self, *, remove_copies: bool) -> None:
         """Wait for the last copy, and delete this rank's copies unless they have to be rescued."""
         with self._world.deadline("copying the state to memory"):
-            self._saver.wait_until_written()
+            self.saver.wait_until_written()
         if remove_copies:
             shutil.rmtree(self._directory, ignore_errors=True)
             with suppress(OSError):  # not empty: other ranks have not finished

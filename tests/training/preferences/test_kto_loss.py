@@ -12,6 +12,7 @@ from odc_mpi.data.groups import read_groups
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.models.token_logps import TokenLogps
 from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.preferences.answer_logps import AnswerLogps
 from odc_mpi.training.recipes.kto import KTOConfig
 from odc_mpi.training.recipes.kto import kl as kl_module
@@ -120,3 +121,10 @@ def test_a_mismatched_answer_is_truncated_and_a_single_prompt_gets_that_of_anoth
         assert groups.lengths[position] == len(kept) and len(found.loss_mask) == len(found.tokens)
     [alone] = kl_module._Mismatched(SimpleNamespace(dataset=dataset, indices=np.array([4])), longest).read(0).answers
     assert alone.tokens.tolist() == dataset[0][0][prompts[0] :].tolist()
+
+
+def test_values_of_held_out_answers_are_in_the_order_of_the_answers():
+    microbatches = [SimpleNamespace(indices=np.array(indices)) for indices in ([3, 1], [0], [2])]
+    forward_pass = SimpleNamespace(run=lambda minibatch, score: [score(each) for each in microbatches])
+    columns = ForwardPass.columns(forward_pass, None, lambda each: torch.from_numpy(np.outer(each.indices, [10, -1])))
+    assert columns == [(0, 10, 20, 30), (0, -1, -2, -3)]

@@ -147,9 +147,8 @@ class KTOEvaluator(HeldOutEvaluator[KTOScorer]):
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the metrics over the held-out answers. Collective."""
         kl = self._estimator.estimate(self._minibatch) if self._estimator else 0.0
-        # In the order of the answers, whichever rank computed which.
-        rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
-        _, labels, ratios, logps = torch.tensor(rows, dtype=torch.float64).unbind(1)
+        columns = self._forward_pass.columns(self._minibatch, self._score)
+        labels, ratios, logps = torch.tensor(columns, dtype=torch.float64)
         is_desirable = labels == 1
         metrics = {"loss": float(kto_losses(self._kto, ratios, is_desirable, kl).mean())}
         if self._estimator:
@@ -159,9 +158,8 @@ class KTOEvaluator(HeldOutEvaluator[KTOScorer]):
         metrics |= answer_metrics(self._kto, sums, {kind: int(mask.sum()) for kind, mask in kinds.items()})
         return {f"eval_{name}": value for name, value in metrics.items()}
 
-    def _score(self, microbatch: Microbatch) -> list[list[float]]:
-        """Return the index, the label, the log-ratio and the log-probability of each answer."""
+    def _score(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return the label, the log-ratio and the log-probability of each answer."""
         scores, ratios = self._scorer.score(microbatch)
         is_desirable = cast(GroupMicrobatch, microbatch).columns["label"]
-        values = torch.stack([is_desirable.double(), ratios, scores.logps[:, 0]], 1).tolist()
-        return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
+        return torch.stack([is_desirable.double(), ratios, scores.logps[:, 0]], 1)
