@@ -52,9 +52,8 @@ class Distill(RolloutRecipe):
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
         from odc_mpi.training.recipes.distill.objective import DistillObjective, teacher_policy
-        from odc_mpi.training.recipes.rollouts.build import build_rollouts
 
         def objective(num_groups: int) -> DistillObjective:
             return DistillObjective(model.module, context.config.rl, num_groups, teacher_policy(context, model))
 
-        return build_rollouts(context, model, objective, trains_all=True)
+        return self.build_rollouts(context, model, objective, trains_all=True)

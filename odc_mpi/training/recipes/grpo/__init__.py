@@ -52,7 +52,6 @@ class GRPO(RolloutRecipe):
     @override
     def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
         from odc_mpi.training.recipes.grpo.objective import GRPOObjective
-        from odc_mpi.training.recipes.rollouts.build import build_rollouts
         from odc_mpi.training.reference_policy import reference_policy
 
         rl = context.config.rl
@@ -62,4 +61,4 @@ class GRPO(RolloutRecipe):
             return GRPOObjective(model.module, rl, num_groups, reference)
 
         # The KL divergence has a gradient, also where no completion is better than the others.
-        return build_rollouts(context, model, objective, trains_all=rl.beta > 0)
+        return self.build_rollouts(context, model, objective, trains_all=rl.beta > 0)
