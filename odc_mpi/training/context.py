@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.data.loader import WHOLE, Part
 from odc_mpi.models.frozen_prefix import FrozenPrefix
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
@@ -38,6 +41,7 @@ class RunContext:
         resume_point: Checkpoint from which the run starts, or None.
         prefix: Frozen layers that are computed once per sequence, or None. Set during the setup.
         inputs, decision: Data and model, and how the ranks communicate. Set during the setup.
+        model, optimizer: Sharded model that is trained, and its optimizer. Set during the setup.
     """
 
     config: Config
@@ -54,3 +58,5 @@ class RunContext:
     prefix: FrozenPrefix | None = None
     inputs: Inputs = None  # type: ignore[assignment]
     decision: Decision = None  # type: ignore[assignment]
+    model: ShardedModel = None  # type: ignore[assignment]
+    optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]

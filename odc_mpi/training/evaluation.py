@@ -73,13 +73,13 @@ class PeriodicEvaluator(Callback, ABC):
 class ForwardPass:
     """Runs forward passes over sequences in `dataset`. Ranks claim the microbatches. Construction is collective."""
 
-    def __init__(self, context: RunContext, model: ShardedModel, dataset: Dataset) -> None:
+    def __init__(self, context: RunContext, dataset: Dataset) -> None:
         config, world, inputs = context.config, context.world, context.inputs
         self.dataset = dataset
         #: Indices of the sequences that an evaluation uses, int64 `[n]`.
         limit = config.data.eval_sequences or len(dataset)
         self.eval_indices = np.arange(len(dataset))[inputs.part.index : limit : inputs.part.count]
-        self._world, self._model = world, model
+        self._world, self._model = world, context.model
         # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
         self._cost_model = initial_cost_model(config.data, inputs.model)
         self._max_tokens = config.data.max_tokens_per_microbatch
@@ -126,10 +126,10 @@ class ForwardPass:
         return list(zip(*(values for _, values in found), strict=True))
 
 
-def held_out_pass(context: RunContext, model: ShardedModel) -> ForwardPass | None:
+def held_out_pass(context: RunContext) -> ForwardPass | None:
     """Return a forward pass over the held-out sequences, or None if the run has none. Collective."""
     dataset = context.inputs.evaluation
-    return ForwardPass(context, model, dataset) if isinstance(dataset, Dataset) else None
+    return ForwardPass(context, dataset) if isinstance(dataset, Dataset) else None
 
 
 class HeldOutEvaluator(PeriodicEvaluator, Generic[S]):

@@ -10,7 +10,6 @@ import torch
 from odc_mpi.api import shard_model
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.token_logps import TokenLogps, TokenScores
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import build_model
 
@@ -18,26 +17,26 @@ from odc_mpi.training.inputs import build_model
 ReferenceFn = Callable[..., TokenScores]
 
 
-def reference_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
+def reference_policy(context: RunContext) -> ReferenceFn:
     """Return a one-sided function that computes log-probabilities under the reference policy. Collective.
 
     The reference policy is the model with adapters disabled or, without adapters, a frozen copy of the initial model.
     """
-    config = context.config
+    config, module = context.config, context.model.module
     if config.lora.r is None:
         meta_model = context.world.run_on_all(lambda: build_model(config.model, config.run.seed))
-        return frozen_policy(context, model, meta_model)
-    token_logps = TokenLogps(model.module)
+        return frozen_policy(context, meta_model)
+    token_logps = TokenLogps(module)
 
     def score(*args: Any) -> TokenScores:
-        with adapters_disabled(model.module), torch.no_grad():
+        with adapters_disabled(module), torch.no_grad():
             return token_logps(*args)
 
     return score
 
 
-def frozen_policy(context: RunContext, model: ShardedModel, meta_model: MetaModel) -> ReferenceFn:
-    """Shard `meta_model` beside `model`. Return a one-sided function like that of `reference_policy`. Collective."""
+def frozen_policy(context: RunContext, meta_model: MetaModel) -> ReferenceFn:
+    """Shard `meta_model` beside the model. Return a one-sided function like that of `reference_policy`. Collective."""
     config = context.config
     meta_model.module.requires_grad_(False)
     policy = shard_model(
@@ -48,7 +47,7 @@ def frozen_policy(context: RunContext, model: ShardedModel, meta_model: MetaMode
         comm=replace(context.decision, settings=replace(context.decision.settings, gradient_cache_bytes=0)),
         device=config.run.device,
     ).eval()
-    model.close_first(policy)
+    context.model.close_first(policy)
     return torch.no_grad()(TokenLogps(policy.module).__call__)
 
 

@@ -93,10 +93,10 @@ class Run:
         self._trainer = trainer = stack.enter_context(build_trainer(context))
         model, run_dir = trainer.model, Path(config.run.dir)
         trainer.callbacks.insert(0, StartReport(world, context.start_times, model.spans))
-        startup_text = startup_lines(context, model)
+        startup_text = startup_lines(context)
         tracker_callback = _build_tracker_callback(config, world)
         info = RunInfo(config, world, context.decision, model)
-        trainer.callbacks += [_usage_metrics(context, model), info]
+        trainer.callbacks += [_usage_metrics(context), info]
         if config.run.norm_watch:
             trainer.callbacks.append(PushWatch(world, model, config.run.norm_watch))
         require_memory_room(context)
@@ -195,10 +195,12 @@ def build_trainer(context: RunContext) -> Trainer:
     """Build the trainer for a run. If there is a resume point, restore and close its checkpoint. Collective."""
     config, world, inputs, decision = context.config, context.world, context.inputs, context.decision
     resume_point = context.resume_point
-    model = _shard(context)
+    model = context.model = _shard(context)
     # Other implementations in torch split elements among threads at positions that depend on the shard's size.
     fused = True if config.run.exact else None
-    optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
+    optimizer = context.optimizer = make_optimizer(
+        config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused
+    )
     windows: KVWindows | None = None
     if isinstance(inputs.context_parallel, KVSizes):
         zero_copy = decision.zero_copy.value == "on"
@@ -206,7 +208,7 @@ def build_trainer(context: RunContext) -> Trainer:
         windows = KVWindows(world, inputs.context_parallel, shared=zero_copy, device=device)
     times = StepTimes(world, model, lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
-    parts = recipe_of(config).build(context, model, optimizer)
+    parts = recipe_of(config).build(context)
     source, objective = parts.source, parts.objective
     callbacks = [*([IslandMetrics(world, model)] if context.islands else ()), *parts.callbacks]
     if source is None:
@@ -222,7 +224,7 @@ def build_trainer(context: RunContext) -> Trainer:
     trainer = Trainer(model, source, objective, update, times, callbacks, completed_steps)
     context.add_callbacks(trainer)
     if context.prefix:
-        trainer.callbacks.append(PrefixCache(context, model, context.prefix))
+        trainer.callbacks.append(PrefixCache(context))
     if resume_point:
         world.run_on_all(lambda: _restore(trainer, resume_point, world.rank))
     return trainer
@@ -285,8 +287,8 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
         raise
 
 
-def _usage_metrics(context: RunContext, model: ShardedModel) -> UsageMetrics:
-    config, inputs = context.config, context.inputs
+def _usage_metrics(context: RunContext) -> UsageMetrics:
+    config, inputs, model = context.config, context.inputs, context.model
     flops = None
     # The FLOPs of generation are not counted, and peaks are those of bfloat16.
     if recipe_of(config).counts_flops and config.model.param_dtype == "bfloat16":

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from odc_mpi.training.parsing.conflicts import Allowed, Conflicts
 
 if TYPE_CHECKING:
-    import torch
-
     from odc_mpi.data.dataset.reader import Dataset
     from odc_mpi.models.build import MetaModel
     from odc_mpi.models.heads import Task
     from odc_mpi.observe.callback import Callback
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
     from odc_mpi.training.inputs import Inputs
     from odc_mpi.training.loop import MinibatchSource, Objective
@@ -118,5 +115,5 @@ class Recipe(ABC):
         raise NotImplementedError(f"expected a recipe for prompts, got {self.name}")
 
     @abstractmethod
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         """Build the objective, the callbacks for evaluation and, for prompts, the minibatch source. Collective."""

@@ -18,7 +18,6 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.models.frozen_prefix import FrozenPrefix
 from odc_mpi.observe.callback import Callback, Step
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.settings import Config
@@ -84,10 +83,12 @@ def open_prefix(context: RunContext, metadata: dict[str, Any]) -> FrozenPrefix |
 class PrefixCache(Callback):
     """Completes and finds the files of a frozen prefix. Comes after callbacks that evaluate."""
 
-    def __init__(self, context: RunContext, model: ShardedModel, prefix: FrozenPrefix) -> None:
+    def __init__(self, context: RunContext) -> None:
+        prefix = context.prefix
+        assert prefix is not None
         self._world, self._every, self._store = context.world, context.config.run.checkpoint_every, prefix.store
         self._loader, self._is_due = context.inputs.loader, False
-        prefix.on_switch = model.forget_order
+        prefix.on_switch = context.model.forget_order
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Delete files that cannot be used, and find what reference models and evaluations have stored. Collective."""

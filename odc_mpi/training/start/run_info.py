@@ -22,10 +22,10 @@ from odc_mpi.training.rundir.resume import start_line
 from odc_mpi.training.settings import Config, default_learning_rate
 
 
-def startup_lines(context: RunContext, model: ShardedModel) -> str:
+def startup_lines(context: RunContext) -> str:
     """Return the text to print before the first step."""
     config, world, inputs, notes = context.config, context.world, context.inputs, context.notes
-    decision, resume_point = context.decision, context.resume_point
+    decision, resume_point, model = context.decision, context.resume_point, context.model
     data, packing = config.data, inputs.model.packing
     dtype = f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     per_step = recipe_of(config).describe_samples(config)

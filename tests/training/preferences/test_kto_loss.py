@@ -47,7 +47,8 @@ class OneRank:
     """What the estimate needs of a run and its model, on one rank that claims all microbatches."""
 
     def __init__(self, dataset):
-        self.device, self.rank, self.size, self.world, self.prefix = torch.device("cpu"), 0, 1, self, None
+        self.device, self.rank, self.size, self.prefix = torch.device("cpu"), 0, 1, None
+        self.world = self.model = self
         longest = int(dataset.lengths.max())
         data = SimpleNamespace(max_tokens_per_microbatch=2 * longest, cost="linear")
         self.config = SimpleNamespace(data=data, run=SimpleNamespace(exact=False))
@@ -77,7 +78,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, monkeypatch):
     policy = AnswerLogps(TokenLogps(ours), packs=True)
     frozen = AnswerLogps(TokenLogps(copy_packed(trainer.ref_model, ours)), packs=True)
     scorer = KTOScorer(policy, frozen)
-    estimator = kl_module.KLEstimator(one_rank, one_rank, scorer) if kto.loss_type == "kto" else None
+    estimator = kl_module.KLEstimator(one_rank, scorer) if kto.loss_type == "kto" else None
     objective = KTOObjective(kto, scorer, estimator)
     indices = np.arange(len(RECORDS))
     minibatch = SimpleNamespace(dataset=dataset, indices=indices, num_tokens=int(dataset.num_trained_tokens.sum()))

@@ -10,10 +10,7 @@ from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.recipes.rollouts.recipe import ROLLOUT_SETTINGS, RolloutRecipe
 
 if TYPE_CHECKING:
-    import torch
-
     from odc_mpi.models.build import MetaModel
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
     from odc_mpi.training.settings import Config
 
@@ -50,10 +47,10 @@ class Distill(RolloutRecipe):
         return build_teacher(config)
 
     @override
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         from odc_mpi.training.recipes.distill.objective import DistillObjective, teacher_policy
 
         def objective(num_groups: int) -> DistillObjective:
-            return DistillObjective(model.module, context.config.rl, num_groups, teacher_policy(context, model))
+            return DistillObjective(context.model.module, context.config.rl, num_groups, teacher_policy(context))
 
-        return self.build_rollouts(context, model, objective, trains_all=True)
+        return self.build_rollouts(context, objective, trains_all=True)

@@ -15,7 +15,6 @@ from odc_mpi.data.groups import GroupMicrobatch
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.load import load_model
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import Inputs, find_tokenizer
 from odc_mpi.training.recipes.rollouts.objective import RolloutObjective
@@ -41,12 +40,12 @@ def build_teacher(config: Config, rank: int = 0, size: int = 1) -> MetaModel:
     return load_model(Path(config.rl.teacher_path), rank, size, config.model.attn_implementation)
 
 
-def teacher_policy(context: RunContext, model: ShardedModel) -> ReferenceFn:
-    """Shard the teacher beside `model`. Return a one-sided function that computes log-probabilities. Collective."""
+def teacher_policy(context: RunContext) -> ReferenceFn:
+    """Shard the teacher beside the model. Return a one-sided function that computes log-probabilities. Collective."""
     config, world = context.config, context.world
     teacher = world.run_on_all(lambda: build_teacher(config, world.rank, world.size))
     world.run_on_all(lambda: _check(config, teacher, context.inputs))
-    return frozen_policy(context, model, teacher)
+    return frozen_policy(context, teacher)
 
 
 def _check(config: Config, teacher: MetaModel, inputs: Inputs) -> None:

@@ -15,9 +15,6 @@ from odc_mpi.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
 from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:
-    import torch
-
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
 
 #: Losses for a pair; see `dpo.scorer`.
@@ -72,7 +69,7 @@ class DPO(Recipe):
             )
 
     @override
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         """Build the objective, and callbacks for the reference model and the evaluation. Collective.
 
         Reference log-probabilities are also read from the run directory of the resume point.
@@ -89,7 +86,8 @@ class DPO(Recipe):
         from odc_mpi.training.rundir.checkpointing import state_digest
 
         config, world, inputs, resume_point = context.config, context.world, context.inputs, context.resume_point
-        state = TrainingState(model, optimizer, world.rank)
+        model = context.model
+        state = TrainingState(model, context.optimizer, world.rank)
         assert isinstance(inputs.dataset, Dataset)
         model.eval()  # disables dropout, which would change what is compared
         answer_logps = AnswerLogps(TokenLogps(model.module), inputs.model.packing.packs)
@@ -100,8 +98,8 @@ class DPO(Recipe):
         def model_digest() -> str:  # without `inputs`, whose files are closed before the training
             return hashlib.sha256(f"{state_digest(world, state)}{settings}".encode()).hexdigest()
 
-        loader, held_out = inputs.sequence_loader, held_out_pass(context, model)
-        training = ForwardPass(context, model, inputs.dataset)
+        loader, held_out = inputs.sequence_loader, held_out_pass(context)
+        training = ForwardPass(context, inputs.dataset)
         passes: list[tuple[ForwardPass, NeededPairs]] = [
             (training, lambda completed_steps: loader.upcoming_indices(config.run.steps - completed_steps))
         ]

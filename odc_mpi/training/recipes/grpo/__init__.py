@@ -10,9 +10,6 @@ from odc_mpi.training.recipes.recipe import Parts
 from odc_mpi.training.recipes.rollouts.recipe import ROLLOUT_SETTINGS, RolloutRecipe
 
 if TYPE_CHECKING:
-    import torch
-
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
     from odc_mpi.training.settings import Config
 
@@ -50,15 +47,15 @@ class GRPO(RolloutRecipe):
         super().check(values, source)
 
     @override
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         from odc_mpi.training.recipes.grpo.objective import GRPOObjective
         from odc_mpi.training.reference_policy import reference_policy
 
         rl = context.config.rl
 
         def objective(num_groups: int) -> GRPOObjective:
-            reference = reference_policy(context, model) if rl.beta else None
-            return GRPOObjective(model.module, rl, num_groups, reference)
+            reference = reference_policy(context) if rl.beta else None
+            return GRPOObjective(context.model.module, rl, num_groups, reference)
 
         # The KL divergence has a gradient, also where no completion is better than the others.
-        return self.build_rollouts(context, model, objective, trains_all=rl.beta > 0)
+        return self.build_rollouts(context, objective, trains_all=rl.beta > 0)

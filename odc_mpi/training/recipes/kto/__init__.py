@@ -11,9 +11,6 @@ from odc_mpi.setting_types import NOT_NEGATIVE, POSITIVE
 from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:
-    import torch
-
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
     from odc_mpi.training.settings import Config
 
@@ -52,7 +49,7 @@ class KTO(Recipe):
         return config.lora.r is None
 
     @override
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         from odc_mpi.models.token_logps import TokenLogps
         from odc_mpi.training.evaluation import held_out_pass
         from odc_mpi.training.preferences.answer_logps import AnswerLogps
@@ -60,12 +57,12 @@ class KTO(Recipe):
         from odc_mpi.training.recipes.kto.objective import KTOEvaluator, KTOObjective, KTOScorer
         from odc_mpi.training.reference_policy import reference_policy
 
-        config, inputs = context.config, context.inputs
+        config, inputs, model = context.config, context.inputs, context.model
         model.eval()  # disables dropout, which would change what is compared
         packs = inputs.model.packing.packs
         policy = AnswerLogps(TokenLogps(model.module), packs)
-        scorer = KTOScorer(policy, AnswerLogps(reference_policy(context, model), packs))
-        kl = KLEstimator(context, model, scorer) if config.kto.loss_type == "kto" else None
-        held_out = held_out_pass(context, model)
+        scorer = KTOScorer(policy, AnswerLogps(reference_policy(context), packs))
+        kl = KLEstimator(context, scorer) if config.kto.loss_type == "kto" else None
+        held_out = held_out_pass(context)
         evaluators = [KTOEvaluator(config, model, held_out, scorer, kl)] if held_out else []
         return Parts(KTOObjective(config.kto, scorer, kl), evaluators)

@@ -20,7 +20,6 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.balance import find_strategy
 from odc_mpi.data.prompt_group import PromptGroup, read_group
 from odc_mpi.observe.callback import round_for_exact_sum
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import initial_cost_model
 
@@ -35,11 +34,9 @@ class KLEstimator:
     prompts with one answer each, float64 `[n]`. It is called without gradients.
     """
 
-    def __init__(
-        self, context: RunContext, model: ShardedModel, log_ratios: Callable[[Microbatch], torch.Tensor]
-    ) -> None:
+    def __init__(self, context: RunContext, log_ratios: Callable[[Microbatch], torch.Tensor]) -> None:
         config = context.config
-        self._model, self._log_ratios = model, log_ratios
+        self._model, self._log_ratios = context.model, log_ratios
         self._rank, self._size = context.world.rank, context.world.size
         self._max_tokens = config.data.max_tokens_per_microbatch
         positions = getattr(context.inputs.model.module.config, "max_position_embeddings", None)

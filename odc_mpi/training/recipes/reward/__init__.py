@@ -11,12 +11,9 @@ from odc_mpi.setting_types import NOT_NEGATIVE
 from odc_mpi.training.recipes.recipe import PREFERENCE_SETTINGS, Parts, Recipe
 
 if TYPE_CHECKING:
-    import torch
-
     from odc_mpi.data.dataset.reader import Dataset
     from odc_mpi.models.build import MetaModel
     from odc_mpi.models.heads import Task
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
 
 
@@ -69,13 +66,13 @@ class Reward(Recipe):
         set_padding(meta_model.module.config, padding)
 
     @override
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         from odc_mpi.training.evaluation import held_out_pass
         from odc_mpi.training.preferences.pairs import PairEvaluator, PairObjective
         from odc_mpi.training.recipes.reward.scorer import RewardScorer
 
-        config, inputs = context.config, context.inputs
+        config, inputs, model = context.config, context.inputs, context.model
         model.eval()  # disables dropout, as in TRL
         scorer = RewardScorer(model.module, inputs.model.packing.packs, config.reward)
-        held_out = held_out_pass(context, model)
+        held_out = held_out_pass(context)
         return Parts(PairObjective(scorer), [PairEvaluator(config.run, model, held_out, scorer)] if held_out else [])

@@ -15,7 +15,6 @@ from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.decode import sample
 from odc_mpi.rollout.rewards import RewardCaller
 from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.recipes.rollouts.prompts import PromptCodec, longest_first_batches
@@ -44,10 +43,8 @@ class RewardEvaluator(PeriodicEvaluator):
         *PeriodicEvaluator.metrics,
     )
 
-    def __init__(
-        self, context: RunContext, model: ShardedModel, prompts: PromptDataset, rewards_of: RewardCaller
-    ) -> None:
-        config, world = context.config, context.world
+    def __init__(self, context: RunContext, prompts: PromptDataset, rewards_of: RewardCaller) -> None:
+        config, world, model = context.config, context.world, context.model
         super().__init__(config.run, model)
         self._rl, self._world = config.rl, world
         self._prompts, self._rewards_of = prompts, rewards_of

@@ -13,7 +13,6 @@ from odc_mpi.training.recipes.rollouts.settings import RLConfig
 
 if TYPE_CHECKING:
     from odc_mpi.models.build import MetaModel
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
     from odc_mpi.training.inputs import Inputs
     from odc_mpi.training.recipes.rollouts.objective import RolloutObjective
@@ -95,12 +94,7 @@ class RolloutRecipe(Recipe):
         return open_prompts(config, meta_model, prompt_time)
 
     def build_rollouts(
-        self,
-        context: "RunContext",
-        model: "ShardedModel",
-        make_objective: Callable[[int], "RolloutObjective"],
-        *,
-        trains_all: bool,
+        self, context: "RunContext", make_objective: Callable[[int], "RolloutObjective"], *, trains_all: bool
     ) -> Parts:
         """Build the minibatch source, the objective and the evaluation of a run. Collective.
 
@@ -112,7 +106,7 @@ class RolloutRecipe(Recipe):
         from odc_mpi.training.recipes.rollouts.evaluation import RewardEvaluator
         from odc_mpi.training.recipes.rollouts.source import RolloutSource
 
-        config, world, inputs = context.config, context.world, context.inputs
+        config, world, inputs, model = context.config, context.world, context.inputs, context.model
         rl = config.rl
         arguments = rl.reward_funcs or (), rl.reward_weights, model.device, inputs.prompt_time
         functions = world.run_on_all(lambda: load_reward_functions(*arguments))
@@ -131,7 +125,7 @@ class RolloutRecipe(Recipe):
             )
         model.eval()  # with dropout, the trained policy would differ from the one that generates
         objective = make_objective(config.data.minibatch_sequences // rl.num_generations)
-        source = RolloutSource(context, model, names, rewards_of, trains_all=trains_all)
+        source = RolloutSource(context, names, rewards_of, trains_all=trains_all)
         if not isinstance(held_out := inputs.evaluation, PromptDataset):
             return Parts(objective, source=source)
-        return Parts(objective, [RewardEvaluator(context, model, held_out, rewards_of)], source)
+        return Parts(objective, [RewardEvaluator(context, held_out, rewards_of)], source)

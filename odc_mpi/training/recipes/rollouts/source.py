@@ -43,7 +43,6 @@ from odc_mpi.rollout.reward_pool import RewardPool
 from odc_mpi.rollout.rewards import GroupRewards, RewardCaller
 from odc_mpi.rollout.sampling import PromptCompletions, RolloutSamplingParams
 from odc_mpi.shard.minibatch_stats import MinibatchStats
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.loop import MinibatchSource
 from odc_mpi.training.recipes.rollouts.carried import require_carried
@@ -70,15 +69,9 @@ class RolloutSource(MinibatchSource):
     metrics = (*ROLLOUT_METRICS, *MinibatchSource.metrics)
 
     def __init__(
-        self,
-        context: RunContext,
-        model: ShardedModel,
-        reward_names: Sequence[str],
-        rewards_of: RewardCaller,
-        *,
-        trains_all: bool,
+        self, context: RunContext, reward_names: Sequence[str], rewards_of: RewardCaller, *, trains_all: bool
     ) -> None:
-        config, world, inputs = context.config, context.world, context.inputs
+        config, world, inputs, model = context.config, context.world, context.inputs, context.model
         assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset)
         self._prompts, self._loader = inputs.dataset, inputs.loader
         self._rl, self._world, self._model = config.rl, world, model

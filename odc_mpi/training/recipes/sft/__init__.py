@@ -7,9 +7,6 @@ from typing_extensions import override
 from odc_mpi.training.recipes.recipe import Parts, Recipe
 
 if TYPE_CHECKING:
-    import torch
-
-    from odc_mpi.shard.model import ShardedModel
     from odc_mpi.training.context import RunContext
 
 
@@ -26,11 +23,11 @@ class SFT(Recipe):
         return 1e-4 if has_adapters or from_scratch else 2e-5
 
     @override
-    def build(self, context: "RunContext", model: "ShardedModel", optimizer: "torch.optim.Optimizer") -> Parts:
+    def build(self, context: "RunContext") -> Parts:
         from odc_mpi.models.token_logps import TokenLogps
         from odc_mpi.training.evaluation import held_out_pass
         from odc_mpi.training.recipes.sft.objective import LossEvaluator, SFTObjective
 
-        held_out = held_out_pass(context, model)
+        model, held_out = context.model, held_out_pass(context)
         evaluators = [LossEvaluator(context.config.run, model, held_out, TokenLogps(model.module))] if held_out else []
         return Parts(SFTObjective(model.module), evaluators)
