@@ -23,7 +23,7 @@ from odc_mpi.training.islands.apart import add_diloco
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.train import train
 
-STEPS = 5
+STEPS = 3
 QWEN2 = tiny_qwen2.QWEN2 | {"num_hidden_layers": 3}
 
 
@@ -36,7 +36,7 @@ def configure(dataset_path, **changes):
         "data.max_tokens_per_microbatch": 64,
         "optim.learning_rate": 1e-2,
         "optim.weight_decay": 0.1,
-        "optim.warmup_steps": 2,
+        "optim.warmup_steps": 1,
         "optim.max_grad_norm": 0.5,
         # AdamW divides by the gradient's own size: where that is rounding noise (a key's bias has no effect at all), it
         # would blow the noise up to a full step. A larger epsilon keeps the comparison about gradients.

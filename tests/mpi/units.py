@@ -34,10 +34,11 @@ def while_the_last_rank_computes(world, base, work):
     assert done == world.size, "a rank waited for one that computes"
 
 
-def wait_for_file(path):
-    """Wait without calling MPI until another rank has left its collectives and made a file."""
+def wait_for_file(path, poll=lambda: None):
+    """Wait, without calling MPI unless `poll` does, until another rank has left its collectives and made a file."""
     deadline = time.monotonic() + 30
     while not path.exists() and time.monotonic() < deadline:
+        poll()
         time.sleep(1e-3)
     assert path.exists()
 

@@ -301,9 +301,9 @@ def test_gain_of_a_cache():
 
 
 def test_the_command_prints_one_object_and_draws_the_default_number_of_minibatches(capsys):
-    assert cli.main(["simulate", "--lengths", "equal", "--ranks", "1000", "--per-rank", "1", "--json"]) == 0
+    assert cli.main(["simulate", "--lengths", "equal", "--ranks", "100", "--per-rank", "10", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["scenario"]["num_minibatches"] == 16 and result["scenario"]["ranks"] == 1000
+    assert result["scenario"]["num_minibatches"] == 16 and result["scenario"]["ranks"] == 100
     assert set(result["idle_fraction"]) == set(result["speedup"])
 
 

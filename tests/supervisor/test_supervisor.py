@@ -37,7 +37,7 @@ def fail(host="h1", **more):
     record = {"rank": 1, "host": host, "activity": "", "error": "broken", **more}
     Path(os.environ["ODC_MPI_FAILURE_FILE"]).write_text(json.dumps(record))
 def close():
-    time.sleep(0.2)  # two polls of the supervisor
+    time.sleep(0.05)  # two polls of the supervisor
     (directory / "owner.json").unlink()
     (directory / "summary.json").write_text('{"steps": 9}')
 """
@@ -65,6 +65,7 @@ def supervise(tmp_path, monkeypatch):
     for name in ("ODC_MPI_FAILURE_FILE", "ODC_MPI_STOPPED_FILE", "SLURM_JOB_NODELIST"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.02)
 
     def supervised(*programs, hosts=("h1", "h2", "h3"), ranks=6, min_ranks=1, max_restarts=9, dead=(), rescue=None):
         launcher = Launcher([Host(name, 2) for name in hosts], tmp_path, dead)
@@ -177,13 +178,13 @@ def test_too_few_hosts_end_the_run_and_requeue_a_job(supervise, monkeypatch, cap
 
 
 def test_costs_are_in_the_summary_also_those_under_an_earlier_supervisor(supervise, tmp_path, capfd):
-    again = "time.sleep(0.3); run(2, 10); time.sleep(0.3); run(8, 10); time.sleep(0.3); exit(75)"
-    supervise("run(17); exit(1)", "time.sleep(0.3); run(5, 10); exit(1)", again)
+    again = "time.sleep(0.1); run(2, 10); time.sleep(0.1); run(8, 10); time.sleep(0.1); exit(75)"
+    supervise("run(17); exit(1)", "time.sleep(0.1); run(5, 10); exit(1)", again)
     assert "odc-mpi: restarts 2, lost_steps 12, lost_noticing_s " in capfd.readouterr().err
     supervise("run(1, 18); close()")
     found = summary(tmp_path)
     assert (found["steps"], found["restarts"], found["lost_steps"]) == (9, 2, 7 + 5)
-    assert found["lost_starting_s"] >= 0.6 and found["lost_redoing_s"] >= 0.3 and found["lost_noticing_s"] < 2
+    assert found["lost_starting_s"] >= 0.2 and found["lost_redoing_s"] >= 0.1 and found["lost_noticing_s"] < 2
     (tmp_path / "run" / "restarts.json").unlink()  # as a run from scratch, which moves it away
     supervise(DONE)
     assert summary(tmp_path)["restarts"] == 0

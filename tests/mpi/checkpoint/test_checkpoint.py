@@ -196,7 +196,7 @@ def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
     write, save, behind = saver.write_shard, checkpointing.CheckpointCallback._save, []
 
     def slow(*arguments):
-        time.sleep(0.3 if world.rank == world.size - 1 else 0.0)
+        time.sleep(0.15 if world.rank == world.size - 1 else 0.0)
         return write(*arguments)
 
     def check_before_save(self, step):

@@ -49,7 +49,7 @@ def get_completes(world, base, busy_s):
 
 @pytest.mark.mpi(min_size=2)
 def test_with_it_no_rank_waits(world, base):
-    without = get_completes(world, base, busy_s=1.5)
+    without = get_completes(world, base, busy_s=0.5)
     assert without == (world.rank < world.size - 1), "this window shows nothing about progress"
     progress = ProgressThread(world, make_progress=lambda: False)
     assert get_completes(world, base.with_name(f"{base.name}.thread"), busy_s=30.0)

@@ -89,7 +89,7 @@ def test_pushes_that_arrive_with_the_flush_are_there_when_all_ranks_have_flushed
         for index, start, values in random_pushes(SIZES, world.rank, number):
             transport.gradients.push(index, gradient := values.float(), start).wait()
             gradient.fill_(torch.nan)
-        late_windows.flush_s = 0.05 * (world.rank == number % world.size)
+        late_windows.flush_s = 0.01 * (world.rank == number % world.size)
         transport.complete_gradients(np.zeros(1))
         assert_pushed(world, transport, SIZES, [number])
         for index in range(len(SIZES)):

@@ -102,9 +102,9 @@ ADAPTERS = [
 ]  # fmt: skip
 
 CONTEXT = {"data__balance": "dynamic", "data__context_parallel": "auto"}
-HALF = {"using": (at.splits(2),), "then": (at.splits_at_least(10),), **CONTEXT}
-THIRD = {"using": (at.splits(3),), "then": (at.splits_at_least(10),), **CONTEXT}
-ON_DEVICE = {**CONTEXT, "using": (at.mapped_device, at.splits(3)), "then": (at.splits_at_least(10), at.copied),
+HALF = {"using": (at.splits(2),), "then": (at.splits_at_least(6),), **CONTEXT}
+THIRD = {"using": (at.splits(3),), "then": (at.splits_at_least(6),), **CONTEXT}
+ON_DEVICE = {**CONTEXT, "using": (at.mapped_device, at.splits(3)), "then": (at.splits_at_least(6), at.copied),
              "run__device": "cuda", "comm__window_device": "cpu"}  # fmt: skip
 ADAPTED = {**PEFT, **CONTEXT, "optim__learning_rate": 0.1, "run__steps": 3, "using": (at.splits(3),), "loss": 1e-5,
            "then": (at.splits_at_least(1),), "close": (1e-3, 1e-4)}  # fmt: skip

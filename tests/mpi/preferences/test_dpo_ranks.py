@@ -85,6 +85,8 @@ def test_log_probabilities_that_cannot_be_written_end_the_run(world, pairs_path,
 def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, monkeypatch):
     """Rank 1 waits until rank 0 has computed all pairs, except those of a microbatch that rank 1 has claimed."""
     score, claimed = reference_module.ReferenceLogps._score, base / "claimed"
+    config = settings(pairs_path, base, **SHORT)
+    num_used = config.run.steps * config.data.minibatch_sequences
 
     def wait_for(condition):
         end = time.monotonic() + 30
@@ -97,16 +99,16 @@ def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, 
             wait_for(claimed.exists)
         elif not claimed.exists():
             claimed.touch()
-            wait_for(lambda: len(list(base.glob("pair_*"))) + len(microbatch.indices) >= 35)
+            wait_for(lambda: len(list(base.glob("pair_*"))) + len(microbatch.indices) >= num_used)
         result = score(self, microbatch)
         for index in microbatch.indices:
             (base / f"pair_{world.rank}_{index}").touch()
         return result
 
     monkeypatch.setattr(reference_module.ReferenceLogps, "_score", score_slowly)
-    lines, _ = train_to_the_end(settings(pairs_path, base, **SHORT), world)
+    lines, _ = train_to_the_end(config, world)
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert len(list(base.glob("pair_*"))) == 35
+    assert len(list(base.glob("pair_*"))) == num_used
 
 
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(world, pairs_path, base):

@@ -95,7 +95,7 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     report = RolloutSource._report_token
 
     def slowed(source, token):
-        time.sleep(0.05 * (world.rank == world.size - 1))
+        time.sleep(0.02 * (world.rank == world.size - 1))
         report(source, token)
 
     monkeypatch.setattr(RolloutSource, "_report_token", slowed)
@@ -115,7 +115,7 @@ def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, 
     tokens, report = [], RolloutSource._report_token
 
     def scored(source, *arguments):
-        time.sleep(world.rank)  # rank 1 has begun what rank 0 then waits for
+        time.sleep(0.3 * world.rank)  # rank 1 has begun what rank 0 then waits for
         return score(source, *arguments)
 
     def waits(source, *arguments):

@@ -17,7 +17,7 @@ from odc_mpi.training.recipes.rollouts.step_rollouts import StepRollouts
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
-NUM_STEPS = 40
+NUM_STEPS = 15
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from odc_mpi.runtime import memory
 from odc_mpi.runtime import world as worlds
 from odc_mpi.runtime.world import World
 
-LATE_S = 2.0
+LATE_S = 0.6
 
 
 @pytest.mark.parametrize("timeout_s", [0.9, 0.0, -1.0, float("nan")])

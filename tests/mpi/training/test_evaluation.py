@@ -26,7 +26,7 @@ def run(world, base, dataset_path):
 @pytest.mark.sizes(2, 3)
 def test_training_does_not_notice_evaluations(run):
     """With dropout it would notice random numbers that are drawn, and the mode in which the model is left."""
-    settings = {"model__config__attention_dropout": 0.3}
+    settings = {"model__config__attention_dropout": 0.3, "run__steps": 5}
     without, _ = run("without", **settings)
     (first, *lines), summary = run(
         "with", data__eval_path=run.held_out, run__eval_every=2, run__eval_on_start="true", **settings
