@@ -1,5 +1,6 @@
 """Parts of the benchmark programs: measurements, losses that count as the same, a rank of the schedules."""
 
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -7,11 +8,13 @@ from types import SimpleNamespace
 import bench_report
 import numpy as np
 import pytest
+import rollout_schedules
 import schedule_speed
 import split_speed
 import train_speed
 import transport_speed
 from measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
+from mpi_launch import ROOT
 from schedule_speed import CollectiveRunner, Runner, measure
 from train_speed import TOLERANCE, Round, agreement, deviation
 from user_errors import refused, user_error
@@ -94,6 +97,27 @@ def test_sizes_that_are_none(text):
 def test_user_errors_are_one_line(monkeypatch, capsys, program, options, words):
     monkeypatch.setattr(sys, "argv", [f"benchmarks/{program.__name__}.py", *options.split()])
     user_error(capsys, words=words, main=lambda _: program.main())
+
+
+def test_programs_call_main():
+    """Short runs do so themselves (tests/mpi/benchmarks/test_program_runs.py)."""
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        *lines, condition, call = path.read_text().splitlines()
+        if any(line.startswith("def main(") for line in lines):
+            assert condition == 'if __name__ == "__main__":' and call in ("    main()", "    sys.exit(main())"), path
+
+
+def test_rollout_schedules(monkeypatch, capsys):
+    """No schedule exceeds the bound, and sharing pays."""
+    words = ["rollout_schedules.py", "--speed-variation", "0.1", "--minibatches", "6", "--json"]
+    monkeypatch.setattr(sys, "argv", words)
+    rollout_schedules.main()
+    result = json.loads(capsys.readouterr().out)
+    barrier, pool, on_demand, stale_1, stale_2, bound = result["speedup"].values()
+    assert barrier == 1 < pool < on_demand < bound and on_demand > max(1.13, 0.97 * bound)
+    assert 1.1 * on_demand < stale_1 < stale_2
+    assert result["idle_fraction"]["collective/barrier"] == pytest.approx(0.14, abs=0.03)
+    assert 0.4 < result["generation_fraction"] < 0.75
 
 
 def rounds(*losses):
