@@ -70,7 +70,7 @@ INTERRUPT = "import odc_mpi.cli.train as c; c.run = lambda *_: (_ for _ in ()).t
 @pytest.mark.parametrize(
     ("ranks", "script", "limit_s", "words", "within_s"),
     [
-        pytest.param(2, LATE_START.format(what="os.kill(os.getpid(), 19)"), 6, "", 50, marks=pytest.mark.quick),
+        pytest.param(2, LATE_START.format(what="os.kill(os.getpid(), 19)"), 2, "", 50, marks=pytest.mark.quick),
         (2, LATE_START.format(what=INTERRUPT), 60, "odc-mpi: interrupted", 40),
         (3, LATE_END, 60, "", 60),
     ],
