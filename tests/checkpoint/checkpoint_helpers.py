@@ -89,12 +89,14 @@ def write(directory, transport, size, model, optimizer, step, metadata, warn=pyt
     saver.wait_until_published()
 
 
-def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, metadata=None, **options):
+def save(
+    directory, size, step=2, param_dtype=torch.float32, make=make_adamw, metadata=None, make_module=build, **options
+):
     """Train and save on some ranks; return the full state, and the module's buffers."""
     warnings = []
 
     def work(transport):
-        model = ShardedModel(build(**options), transport)
+        model = ShardedModel(make_module(**options), transport)
         optimizer = make(model.shard_parameters())
         train(model, optimizer)
         write(directory, transport, size, model, optimizer, step, metadata or {}, warnings.append)

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 from checkpoint_helpers import save
+from torch import nn
+from toy_models import VOCABULARY
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
 from odc_mpi.checkpoint.publish import prune, publish, remove_incomplete
@@ -28,7 +30,7 @@ def saved(tmp_path_factory):
     """Complete checkpoints of steps 2, 4 and 6."""
     directory = tmp_path_factory.mktemp("saved") / CHECKPOINTS
     for step in (2, 4, 6):
-        save(directory, SIZE, step=step)
+        save(directory, SIZE, step=step, make_module=lambda: nn.Embedding(VOCABULARY, 1))
     return directory
 
 

@@ -237,7 +237,7 @@ def allocated(world, sizes=SIZES, dtype=torch.float32, **settings):
     return reduction
 
 
-def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
+def train(world, ring_bytes, dtype, num_minibatches=6, serving_thread=False):
     reduction = allocated(world, SIZES, dtype, mailbox_bytes=ring_bytes * max(1, rings.Rings(world, 4).count))
     stop = threading.Event()
 
@@ -269,7 +269,7 @@ def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
 @pytest.mark.parametrize("ring_bytes", [SMALLEST, 5 * SMALLEST + 64, 1 << 20])
 @pytest.mark.parametrize(("dtype", "serving_thread"), [(torch.float32, True), (torch.float64, False)])
 def test_sums_are_exact(size, ring_bytes, dtype, serving_thread):
-    num_minibatches = 6 if ring_bytes == SMALLEST else 12  # of which each fills the ring many times
+    num_minibatches = 3 if ring_bytes == SMALLEST else 6  # of which each fills the ring many times
     options = {"num_minibatches": num_minibatches, "serving_thread": serving_thread}
     run_ranks(size, partial(train, ring_bytes=ring_bytes, dtype=dtype, **options))
 
@@ -277,7 +277,7 @@ def test_sums_are_exact(size, ring_bytes, dtype, serving_thread):
 @pytest.mark.parametrize(("size", "node_size"), [(3, 2), (4, 2), (5, 3)])
 @pytest.mark.parametrize("ring_bytes", [SMALLEST, 1 << 20])
 def test_sums_are_exact_where_ranks_of_a_node_share_rings(size, node_size, ring_bytes):
-    options = {"num_minibatches": 6, "serving_thread": size == 4}
+    options = {"num_minibatches": 3, "serving_thread": size == 4}
     work = partial(train, ring_bytes=ring_bytes, dtype=torch.float32, **options)
     run_ranks(size, work, node_size)
 

@@ -58,7 +58,7 @@ def test_a_wait_that_ended_is_forgotten():
 
 def test_of_nested_waits_the_late_one_is_named():
     calls, deadline = Calls(), time.monotonic() + 10.0
-    watchdog = Watchdog(1.0, calls)
+    watchdog = Watchdog(0.5, calls)
 
     def busy():
         while not calls.called.is_set() and time.monotonic() < deadline:

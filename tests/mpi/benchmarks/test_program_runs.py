@@ -1,9 +1,5 @@
 """Short runs of programs in `benchmarks/` print their object. No figure is compared with another here."""
 
-import json
-import sys
-from importlib import import_module
-
 import pytest
 from small_run import write_config, write_data
 from train_speed import CONTENDERS
@@ -15,28 +11,6 @@ VARIANTS = {
     *("memcpy", "fetch_zero_copy", "fetch_copy", "mpi_allgather"),
     *("push_accumulate", "push_mailbox", "mpi_reduce_scatter"),
 }
-
-
-@pytest.fixture
-def run(world, base, monkeypatch, capsys):
-    """`run(name, *words)` runs a program in an empty directory; returns what rank 0 prints on both streams."""
-
-    def start(name, *words):
-        if world.rank == 0:
-            base.mkdir()
-        world.gather_objects(None)
-        monkeypatch.chdir(base)
-        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
-        assert not import_module(name).main()
-        assert world.gather_objects(None) and not list(base.iterdir()), "a benchmark leaves no run behind"
-        return world.gather_objects(capsys.readouterr())[0]
-
-    return start
-
-
-@pytest.fixture
-def printed(run):
-    return lambda *words: json.loads(run(*words).out.splitlines()[-1])
 
 
 @pytest.mark.sizes(2, 3)

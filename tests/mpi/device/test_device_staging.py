@@ -1,43 +1,17 @@
-"""Training on a device, with host memory in its place: through pinned memory to windows and back."""
+"""Between a device, with host memory in its place, and windows: through pinned memory; trainings: case_rows.py."""
 
 import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
-from small_training import assert_like_plain, configure
 from units import assert_sums, write_parameters
 
-from odc_mpi import api
 from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.settings import CommConfig
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture
-def device(monkeypatch):
-    made = LateDevice()
-    monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made)
-    return made
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"comm.prefetch": 2, "model.gradient_checkpointing": "true"},
-        {"comm.zero_copy": "off", "comm.prefetch": 0},
-        {"comm.reduction": "mailbox", "comm.progress": "thread", "comm.zero_copy": "off"},
-        {"data.balance": "dynamic", "optim.device": "cuda"},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
-)
-def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, changes):
-    config = configure(dataset_path, **{"run.device": "cuda", "data.balance": "lb_mini"} | changes)
-    metrics, _ = assert_like_plain(config, world, like=configure(dataset_path))
-    assert device.copies > 5 * len(metrics)
 
 
 @pytest.mark.sizes(1, 2, 3)

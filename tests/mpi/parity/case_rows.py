@@ -138,6 +138,8 @@ CONTEXT_PARALLEL = [
 DEVICE = {"using": (at.unmapped_device,), "run__device": "cuda", "comm__window_device": "cuda",
           "data__balance": "lb_mini", "comm__zero_copy": "off"}  # fmt: skip
 ADDS, ACCUMULATES = {"then": (at.copies_own_parts(True),)}, {"then": (at.copies_own_parts(False),)}
+STAGED = {"using": (at.unmapped_device,), "then": (at.copied,), "run__device": "cuda", "comm__window_device": "cpu",
+          "data__balance": "lb_mini"}  # fmt: skip
 MAPPED = {"using": (at.mapped_device,), "then": (at.copies_peers,), "run__device": "cuda", "data__balance": "lb_mini",
           "comm__zero_copy": "off"}  # fmt: skip
 ON_GPU = {"optim__device": "cuda"}
@@ -156,6 +158,11 @@ DEVICES = [
         comm__progress="thread"),
     row("device, fixed point", 1, 2, **DEVICE, **ACCUMULATES, **BY_ACCUMULATE, **ON_GPU,
         model__reduce_dtype="fixed64"),
+    row("staged", 2, **STAGED),
+    row("staged, recomputed", 3, **STAGED, comm__prefetch=2, **CHECKPOINTING),
+    row("staged, copied", 2, **STAGED, comm__zero_copy="off", comm__prefetch=0),
+    row("staged, mailbox", 3, **STAGED, comm__zero_copy="off", comm__reduction="mailbox", comm__progress="thread"),
+    row("staged, tickets", 2, **STAGED | {"data__balance": "dynamic"}, **ON_GPU),
     row("mapped device", 3, **MAPPED),
     row("mapped device, recomputed", 1, 2, **MAPPED, **ON_GPU, comm__prefetch=2, **CHECKPOINTING),
     row("mapped device, mailbox", 3, **MAPPED, comm__prefetch=0, comm__progress="off", comm__mailbox_bytes=1 << 18),

@@ -95,7 +95,7 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     report = RolloutSource._report_token
 
     def slowed(source, token):
-        time.sleep(0.02 * (world.rank == world.size - 1))
+        time.sleep(0.05 * (world.rank == world.size - 1))
         report(source, token)
 
     monkeypatch.setattr(RolloutSource, "_report_token", slowed)

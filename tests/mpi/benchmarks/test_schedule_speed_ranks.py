@@ -1,10 +1,9 @@
-"""`benchmarks/schedule_speed.py` from a shell: schema, agreement with the simulator."""
-
-import json
+"""`benchmarks/schedule_speed.py`: schema, agreement with the simulator."""
 
 import pytest
-from mpi_launch import ROOT, launch
 from schedule_speed import MEASURED
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 RANKS = 4
 #: The time is that of the sleeps: six schedules by two minibatches of somewhat more than a second. What the ranks do
@@ -12,7 +11,6 @@ RANKS = 4
 #: on two cores that were seven times overcommitted, with 8 and 4 to 8 % on idle ones. A machine that is busy with other
 #: things may still wake a rank too late: once in a while all of a run is slow, hence the attempts.
 AGREEING = ("--units", 2, "--minibatches", 2, "--speed-variation", 0.1, "--json")
-PROGRAM = ROOT / "benchmarks" / "schedule_speed.py"
 ATTEMPTS = 3
 TOLERANCE = 0.05
 
@@ -21,12 +19,10 @@ def deviations(figures):
     return {name: figures["speedup"][name] / figures["simulated"][name] - 1 for name in MEASURED}
 
 
-@pytest.mark.timeout(600)
-def test_the_simulator_agrees_with_the_real_runtime():
+@pytest.mark.sizes(RANKS)
+def test_the_simulator_agrees_with_the_real_runtime(printed):
     for _ in range(ATTEMPTS):
-        done = launch(RANKS, PROGRAM, *AGREEING, timeout_s=180)
-        assert done.code == 0, done.err
-        figures = json.loads(done.out)
+        figures = printed("schedule_speed", *AGREEING)
         if all(abs(deviation) < TOLERANCE for deviation in deviations(figures).values()):
             break
     else:
@@ -43,10 +39,10 @@ def test_the_simulator_agrees_with_the_real_runtime():
     assert max(busy) < 1.1 * min(busy)
 
 
-def test_fewer_sequences_than_ranks_have_use_for():
+@pytest.mark.sizes(3)
+def test_fewer_sequences_than_ranks_have_use_for(run):
     """One sequence each: under tickets some ranks draw none, and collectives have nothing to pad."""
-    done = launch(3, PROGRAM, "--per-rank", 1, "--minibatches", 2, "--step-s", 0.1)
-    assert done.code == 0, done.err
+    done = run("schedule_speed", "--per-rank", 1, "--minibatches", 2, "--step-s", 0.1)
     for name in (*MEASURED, "floor"):
         assert name in done.out
     assert "measuring minibatch 2 of 2" in done.err
