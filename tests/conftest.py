@@ -56,6 +56,14 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _files_stay_in_memory():
+    """Leave out waits for the disk: what is flushed, and when, is looked at by tests that patch `os.fsync`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture
 def gpu():
     """Skip a test where torch sees no GPU; fail it there if ODC_MPI_REQUIRE_GPU=1."""
