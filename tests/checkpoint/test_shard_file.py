@@ -1,5 +1,6 @@
 """A rank's file: what is written is read, by h5py too; no damage goes unnoticed."""
 
+import os
 import resource
 import zlib
 
@@ -35,9 +36,11 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(shard_file, "_WRITE_BYTES", 256)
 
 
-def test_stretches_are_read_from_any_element_to_any(tmp_path, entries, small_blocks):
+def test_stretches_are_read_from_any_element_to_any(tmp_path, entries, small_blocks, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
     record = write_shard(tmp_path / "x.h5", entries, ATTRIBUTES)
-    assert record.num_bytes == (tmp_path / "x.h5").stat().st_size
+    assert flushed == [record.num_bytes] == [(tmp_path / "x.h5").stat().st_size]
     with ShardFile(tmp_path / "x.h5", record) as file:
         for start, stop in [(100, 600), (100, 101), (599, 600), (116, 132), (117, 300), (200, 200)]:
             np.testing.assert_array_equal(
