@@ -13,7 +13,7 @@ from small_run import last_step
 
 from odc_mpi.checkpoint.commands import digest_line
 
-KILLS = int(os.environ.get("ODC_MPI_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("ODC_MPI_TEST_KILLS", "2"))
 EVERY = 2
 EXACT = ("--run.exact", "--optim.adam_epsilon", 1e-8)
 
