@@ -37,7 +37,7 @@ def fail(host="h1", **more):
     record = {"rank": 1, "host": host, "activity": "", "error": "broken", **more}
     Path(os.environ["ODC_MPI_FAILURE_FILE"]).write_text(json.dumps(record))
 def close():
-    time.sleep(0.05)  # two polls of the supervisor
+    time.sleep(0.1)  # some polls of the supervisor
     (directory / "owner.json").unlink()
     (directory / "summary.json").write_text('{"steps": 9}')
 """
