@@ -33,7 +33,7 @@ from odc_mpi.comm.settings import CommConfig
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, one_line_message
-from odc_mpi.observe.timing import peak_flops
+from odc_mpi.observe.usage import peak_flops
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.context import RunContext
