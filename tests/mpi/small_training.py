@@ -15,6 +15,7 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.data.loader import Loader, Part
+from odc_mpi.observe.usage import UsageMetrics
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.context import RunContext
 from odc_mpi.training.inputs import open_inputs
@@ -110,6 +111,7 @@ def training(config, world, inputs):
     """A trainer, and what takes its steps and returns their metrics."""
     islands = Islands(world, config.islands.by) if config.islands.by != "off" else None
     trainer = build_trainer(RunContext(config, world, inputs=inputs, decision=decide(config, world), islands=islands))
+    trainer.callbacks.append(UsageMetrics(world, trainer.model, lambda: 0.0, None))
     yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
     world.gather_objects(None)  # state_dict is one-sided: no rank frees windows that another still reads
     trainer.model.close()

@@ -60,7 +60,7 @@ def change_token(sequence):
 def test_damage_in_the_middle_of_a_run(world, run, copy, base, expected, settings, capfd):
     path, change = copy
     with Dataset(path) as dataset:
-        indices = first_minibatches(configure(path), dataset)[STEP - 1]
+        indices = first_minibatches(configure(path, run__steps=STEP), dataset)[STEP - 1]
         sequence = int(max(indices, key=lambda i: dataset.lengths[i]))
     settings = SAVING | settings | {"data__path": path}
     change(change_token(sequence))
