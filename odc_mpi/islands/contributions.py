@@ -37,7 +37,7 @@ class Contributions:
         self.lags[fragment] += taken[2]
 
     def miss(self, first: int, last: int) -> None:
-        """Count merges `first + 1` to `last`, which did not contain this island."""
+        """Count merges `first + 1` to `last`, numbered over all fragments, which did not contain this island."""
         for merge in range(first, last):
             self.lags[merge % len(self.lags)] += 1
 

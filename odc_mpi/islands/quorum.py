@@ -2,8 +2,8 @@
 
 Any island may decide, as soon as it knows enough: it makes the symbolic link `merge-N`, whose target lists the islands,
 in a directory that all of them see. A file system makes a link only once, so the first decision counts, and everyone
-reads it. Nobody has to answer for that, unlike in an agreement by messages, and an island that was stopped at any point
-finds the decision when it continues.
+reads it. This needs no answer from another island, unlike an agreement by messages, and an island that was stopped at
+any point finds the decision when it continues.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Quorum:
     Attributes:
         size: Minimum number of islands in a merge.
         grace_s: Time in seconds for which a merge waits for further islands once it has that many.
-        directory: Existing directory, empty and seen by all ranks, of this start of the training.
+        directory: Directory on a file system that all ranks share. The caller creates it, empty, for each start.
     """
 
     size: int
@@ -30,7 +30,7 @@ class Quorum:
     directory: Path
 
     def decide(self, merge: int, islands: Sequence[int]) -> list[int]:
-        """Decide which islands a merge contains unless that is decided, and return the decision.
+        """Decide which islands a merge contains, unless that has been decided, and return the decision.
 
         Raises `UserError` if the file system has no symbolic links.
         """
@@ -47,7 +47,7 @@ class Quorum:
         return self.read(merge)
 
     def read(self, merge: int) -> list[int]:
-        """Return the islands of a merge that is decided, in ascending order."""
+        """Return the islands of a merge that has been decided, in ascending order. Raises `OSError` otherwise."""
         return [int(island) for island in str(self._path(merge).readlink()).split(",")]
 
     def _path(self, merge: int) -> Path:
@@ -57,8 +57,9 @@ class Quorum:
 def mutual(have: np.ndarray, island: int) -> list[int]:
     """Return islands, among them `island`, that have received the differences of each other, in ascending order.
 
-    `have[i, j]`, bool, is True if island i has the difference of island j. Islands that many have received come first,
-    so the result is large, though not always the largest one. It is empty if `island` has not shown its own difference.
+    `have[i, j]`, bool `[islands, islands]`, is True if island i has the difference of island j. Islands that many have
+    received come first, so the result is large, but not always the largest one. It is empty if `island` has not shown
+    its own difference.
     """
     both = have & have.T
     members = [island] if both[island, island] else []

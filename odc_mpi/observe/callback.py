@@ -87,7 +87,7 @@ class Callback:
 
     @property
     def requests_saving(self) -> bool:
-        """True if a checkpoint is to be saved after this step, also if none is due."""
+        """True on all ranks if a checkpoint is to be saved after this step, even if none is due."""
         return False
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:

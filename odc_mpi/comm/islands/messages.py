@@ -1,4 +1,6 @@
-"""Numbered messages between islands that proceed at different speeds, read by the ranks of a column from each other.
+"""Numbered messages between islands that proceed at different speeds.
+
+The ranks with the same position in their islands, a column, read the messages from each other:
 
     show      write a message into this rank's own memory, and report it to the other ranks      does not wait
     fetch     start to read the messages that other ranks have shown                             does not wait
@@ -6,7 +8,7 @@
 
 Each rank has two slots in the window. Message n is in slot n mod 2. A rank overwrites it with message n + 2 only after
 it has received message n + 1 of all ranks. Each of these had received message n of all ranks before, so none still
-reads the slot. `comm.islands.quorum_window` does not wait for all.
+reads the slot. `comm.islands.quorum_window` is a variant that does not wait for all.
 """
 
 from collections.abc import Callable, Collection
@@ -33,7 +35,7 @@ class MessageWindow:
 
     Attributes:
         reports: Reports between the ranks of the column.
-        decided: Number of the latest message that was received. Initially 0.
+        decided: Number of the latest message that `receive` has returned. Initially 0.
     """
 
     _window_type: ClassVar[type[Window]] = Window
@@ -93,14 +95,14 @@ class MessageWindow:
                     self._on_arrival()
 
     def serve(self) -> None:
-        """Send this rank's state to islands that were late, in a `QuorumWindow`. Collective over the island there."""
+        """Send this rank's state to islands that ask for it. Only those of a `QuorumWindow` do: collective there."""
 
     def receive(self) -> tuple[np.ndarray, list[int]]:
         """Wait for the messages in flight.
 
         Returns:
-            The messages of all ranks, uint8 `[ranks, n]`, padded to a multiple of 8 bytes, and the islands whose
-            messages to use, in ascending order.
+            The messages of all ranks, uint8 `[ranks, n]`, with n rounded up to a multiple of 8, and the islands whose
+            messages to use, in ascending order. Rows of other islands have any content.
         """
         self.column.set_status("waiting for other islands")
         islands: list[int] = []

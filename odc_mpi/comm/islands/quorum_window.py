@@ -4,9 +4,10 @@ A message n is decided once a quorum of islands has received the messages n of e
 any more. The ranks of an island agree on what they have received by an all-gather over the island, which they repeat
 while they wait; its first rank decides (`odc_mpi.islands.quorum`). All islands find the same decision.
 
-A rank that was left out is *late* until it is heard again. Nothing is sent to it or read from it, since over TCP that
-would not complete. What it had begun to read is not used: it had not reported it before the decision, and it finds that
-it is left out before it shows another message. It asks one of the others for its state, and continues from there.
+An island that a decision leaves out is *late* until a report of it arrives. Nothing is sent to it or read from it,
+because over TCP that would not complete while it is stopped. A late island finds the decision before it shows another
+message. It asks an island that has gone on for its state, and continues from there; messages that it was reading, whose
+slots may have been overwritten meanwhile, are not used.
 """
 
 import time
@@ -30,11 +31,11 @@ _MEMBER, _SERVER = 1, 2
 class QuorumWindow(MessageWindow):
     """Message window that leaves out late islands. Construction is collective.
 
-    `receive` is collective over the island. If it returns islands without this one, call `catch_up`.
+    `receive` is collective over the island. If this island is not among those that it returns, call `catch_up`.
 
     Args:
         quorum: Rule for decisions.
-        needs_all: Given the messages of some islands, uint8 `[islands, n]`, returns True if no other may be left out.
+        needs_all: Given the messages of some islands, uint8 `[islands, n]`, returns True to wait for all islands.
         serve: Sends the state of this rank to the given rank of the column, by `reports.send_state`.
     """
 
@@ -76,7 +77,7 @@ class QuorumWindow(MessageWindow):
         self._serve_all(_and(self.gather(self.reports.asks)))
 
     def catch_up(self, like: Sequence[torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Return the state of another island, after `receive` has returned that island. Collective over the island.
+        """Wait for the state of another island, one that has gone on, and return it. Collective over the island.
 
         Args:
             like: Tensors with the shapes and dtypes of those in the state.
@@ -131,7 +132,7 @@ class QuorumWindow(MessageWindow):
         return self.reports.have & (self.reports.shown == self._number)[:, None]
 
     def _choose(self, have: np.ndarray) -> np.ndarray:
-        """Return the choice of this island, or zeros to wait. `have` is what all ranks of the islands have."""
+        """Return the choice of this island, or zeros to wait. `have` is what all ranks of each island have."""
         decided, choice = self.reports.decided >= self._number, np.zeros(self.column.size, dtype=np.uint8)
         if not self._decision:
             islands = mutual(have, self.column.rank)

@@ -1,7 +1,7 @@
 """Reports between ranks of a column: small messages on what a rank has shown, received and decided.
 
-A report goes only to ranks that a sender believes to be active, because over TCP nothing that is sent to a stopped
-process ever completes. A state (`send_state`) goes to a rank that has asked for it.
+A report goes only to ranks that the sender believes to be active, because over TCP what is sent to a stopped process
+does not complete before it continues. A state (`send_state`) goes to a rank that has asked for it.
 """
 
 import json
@@ -24,8 +24,8 @@ class Reports:
     A rank changes its own entries, and then calls `send`.
 
     Attributes:
-        shown, decided: Numbers of the latest message that each rank has shown, and of the latest decided one, int64
-            `[ranks]`.
+        shown, decided: Numbers of the latest message that each rank has shown, and of the latest one that it knows to
+            be decided, int64 `[ranks]`.
         requested: Number that each rank has requested, int64 `[ranks]`.
         asks: True for ranks that ask this rank for its state, bool `[ranks]`.
         have: `have[i, j]` is True if rank i has message `shown[i]` of rank j, bool `[ranks, ranks]`.
@@ -81,7 +81,7 @@ class Reports:
         return json.loads(encoded.tobytes()), tensors
 
     def finish(self) -> None:
-        """Wait until all reports have been received, so that none reaches a later communicator. Collective."""
+        """Wait until no report is in flight, so that none reaches a later communicator. Collective over the column."""
         me, what = self._column.rank, "ending the reports of islands"
         others = [rank for rank in range(self._column.size) if rank != me]
         self._has_ended[me] = True

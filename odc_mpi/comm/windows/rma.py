@@ -224,7 +224,7 @@ class Window:
 
 
 class PrivateWindow(Window):
-    """Window whose operations depend on their target alone, which must call MPI. Construction is collective.
+    """Window whose operations complete when their target calls MPI, whatever others do. Construction is collective.
 
     With other windows, Open MPI's operations on a rank of another node also wait for the first rank of that node.
     """

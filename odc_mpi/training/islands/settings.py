@@ -99,7 +99,8 @@ def _check_outer(values: Mapping[str, Any], source: str) -> None:
         )
     if by_name["quorum"] and by_name["sync_when"] == "change":
         raise UserError(
-            f"{source}: islands.quorum: expected 0 with islands.sync_when change, which makes all islands merge at once"
+            f"{source}: islands.quorum: expected 0 with islands.sync_when change, which makes all islands merge at "
+            f"once, got {by_name['quorum']}: set islands.sync_when to steps, or islands.quorum to 0"
         )
     if by_name["sync_when"] == "change":
         for name, expected in (("fragments", 1), ("delay", 0)):
