@@ -12,7 +12,6 @@ reads the slot. `comm.islands.quorum_window` is a variant that does not wait for
 """
 
 from collections.abc import Callable, Collection
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,8 +37,6 @@ class MessageWindow:
         decided: Number of the latest message that `receive` has returned. Initially 0.
     """
 
-    _window_type: ClassVar[type[Window]] = Window
-
     def __init__(self, islands: Islands, max_bytes: int) -> None:
         self.island, self.column = islands.island, islands.column
         with self.island.collective("duplicating the communicator"):
@@ -47,7 +44,7 @@ class MessageWindow:
         self.island.on_close(self._island_comm.Free)
         self.reports = Reports(self.column)
         self._slot_words = -(-max_bytes // 8)
-        self._window = self._window_type(self.column, 2 * self._slot_words, torch.int64)
+        self._window = self._make_window(2 * self._slot_words)
         self._words = self._window.tensor.numpy()
         self._others = [rank for rank in range(self.column.size) if rank != self.column.rank]
         self.decided = self._number = self._num_parts = 0
@@ -147,6 +144,9 @@ class MessageWindow:
                 self._window.flush()
                 self._words = np.empty(0)
                 self._window.free()
+
+    def _make_window(self, numel: int) -> Window:
+        return Window(self.column, numel, torch.int64)
 
     def _audience(self) -> Collection[int]:
         """Return the ranks that reports go to."""

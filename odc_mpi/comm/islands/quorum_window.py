@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.islands.messages import MessageWindow
-from odc_mpi.comm.windows.rma import PrivateWindow
+from odc_mpi.comm.windows.rma import PrivateWindow, Window
 from odc_mpi.islands.quorum import Quorum, mutual
 
 #: Values for an island in the choice of the first rank: it is in the decision, or has the state to continue from.
@@ -38,8 +38,6 @@ class QuorumWindow(MessageWindow):
         needs_all: Given the messages of some islands, uint8 `[islands, n]`, returns True to wait for all islands.
         serve: Sends the state of this rank to the given rank of the column, by `reports.send_state`.
     """
-
-    _window_type = PrivateWindow
 
     def __init__(
         self,
@@ -87,6 +85,12 @@ class QuorumWindow(MessageWindow):
         state, tensors = self.reports.receive_state(server, like)
         self._finish(state["decided"], {*state["active"], server})
         return state, tensors
+
+    @override
+    def _make_window(self, numel: int) -> Window:
+        # Within a node, reads from a `PrivateWindow` are slow with MPICH, which does not need it.
+        is_led = self.column.num_nodes > 1 and self.column.mpi_library.startswith("Open MPI")
+        return (PrivateWindow if is_led else Window)(self.column, numel, torch.int64)
 
     @override
     def _audience(self) -> Collection[int]:
