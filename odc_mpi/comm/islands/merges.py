@@ -4,6 +4,7 @@ The difference of an island carries numbers (`Header`), by which all islands agr
 weights, on whether more merges follow at once, on saving, and on the end of training.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -213,6 +214,16 @@ class FragmentExchange:
     def _sum(self, values: Sequence[float]) -> list[float]:
         """Sum `values` over the ranks of the island. Collective over the island."""
         return self.window.gather(np.array(values, dtype=np.float64)).sum(axis=0).tolist()
+
+
+def merge_results(results: Sequence[MergeResult | None]) -> MergeResult | None:
+    """Combine the results of all merges after a step. Return None if there were none."""
+    present = [each for each in results if each]
+    if len(present) < 2:
+        return present[0] if present else None
+    norms, cosines, left_out, late, lags, num_bytes, waits = zip(*present, strict=True)
+    counts = sum(left_out), sum(late), sum(lags)
+    return MergeResult(math.hypot(*norms), sum(cosines) / len(cosines), *counts, sum(num_bytes), sum(waits))
 
 
 def _headers(messages: np.ndarray) -> list[Header]:

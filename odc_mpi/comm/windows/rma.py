@@ -3,7 +3,7 @@
     Window         `Win.Allocate`
     SharedWindow   `Win.Allocate_shared`: ranks on the same node map each other's memory; ranks on other nodes read it
                    with MPI_Get
-    PrivateWindow  `Win.Create`: nobody maps it
+    PrivateWindow  `Win.Create`: memory that no other rank maps
     DeviceWindow   device memory (`comm.windows.device_window`)
 
 A window has a single passive-target epoch, `Lock_all(MODE_NOCHECK)`, from its creation until it is freed (MPI-4.1,

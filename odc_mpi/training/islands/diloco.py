@@ -10,7 +10,6 @@ former ones for its next merge.
 Merges are numbered from 1. With F fragments, merge n is one of fragment (n - 1) mod F.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.islands.islands import Islands
-from odc_mpi.comm.islands.merges import FragmentExchange, Header, MergeResult
+from odc_mpi.comm.islands.merges import FragmentExchange, Header, MergeResult, merge_results
 from odc_mpi.data.loader import PlannedMinibatch
 from odc_mpi.errors import UserError, warn
 from odc_mpi.islands.contributions import Contributions
@@ -398,13 +397,3 @@ class DiLoCo(Callback):
 
 def _amount(minibatch: PlannedMinibatch) -> int:
     return minibatch.num_tokens if minibatch.dataset.kind == "sequences" else len(minibatch.indices)
-
-
-def merge_results(results: Sequence[MergeResult | None]) -> MergeResult | None:
-    """Combine the results of all merges after a step. Return None if there were none."""
-    present = [each for each in results if each]
-    if len(present) < 2:
-        return present[0] if present else None
-    norms, cosines, left_out, late, lags, num_bytes, waits = zip(*present, strict=True)
-    counts = sum(left_out), sum(late), sum(lags)
-    return MergeResult(math.hypot(*norms), sum(cosines) / len(cosines), *counts, sum(num_bytes), sum(waits))
